@@ -1,0 +1,1 @@
+"""The model process: a synchronous, paged, prefix-caching inference engine."""

@@ -1,0 +1,216 @@
+"""What gateway and engine say to each other: msgspec structs, msgpack on the wire, one struct a message.
+
+    gateway (DEALER) ──► engine (ROUTER)      Hello, Submit, Abort, Probe, GetStats
+    gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats
+
+Every `Submit` is answered by zero or more `Delta`s and ends with exactly one of: a `Delta` with a
+`finish_reason`, or a `Failure`. An `Abort` is never answered; the engine drops the request silently.
+Token ids travel as packed little-endian int32 (`pack_tokens`): a list of 2,000 Python ints costs 40 times more.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+
+import msgspec
+
+assert sys.byteorder == "little", "token ids are compared and hashed as little-endian int32"
+
+PROTOCOL_VERSION = 1
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32, 4 bytes each."""
+    return array("i", token_ids).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The inverse of `pack_tokens`."""
+    ids = array("i")
+    ids.frombytes(packed)
+    return ids.tolist()
+
+
+class SegmentKind(StrEnum):
+    TEMPLATE = "template"
+    SYSTEM = "system"
+    DOCUMENT = "document"
+    HISTORY = "history"
+    QUESTION = "question"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-turn token or a stop string
+    LENGTH = "length"  # max_tokens or the model's context
+    ABORT = "abort"  # the client went away; never sent to a client
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A piece of a prompt that was tokenized on its own.
+
+    `scope` says who may share the KV of these tokens; along a prompt it only narrows (the gateway's duty).
+    """
+
+    kind: SegmentKind
+    tokens: bytes  # pack_tokens
+    scope: bytes
+    document_id: str | None = None
+
+    @classmethod
+    def of(cls, kind: SegmentKind, token_ids: Sequence[int], scope: bytes, document_id: str | None = None) -> Segment:
+        return cls(kind, pack_tokens(token_ids), scope, document_id)
+
+    def __len__(self) -> int:
+        return len(self.tokens) // 4
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is chosen. Already validated by the gateway; `max_tokens` is always set."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int | None = None  # None: the engine draws one
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0  # end-of-turn tokens and stop strings are not honoured before
+    ignore_eos: bool = False
+
+
+class PromptAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """Where each prompt token came from; fixed at first admission, so that preemption never counts twice.
+
+    `device`, `host`, `disk`: tokens whose KV was found in that tier. The rest were computed, and say why:
+    `cold` nothing under this prefix was ever seen; `diverged` other prompts went another way from here;
+    `evicted` it was there and had to go; `partial_block` the tail that fills no whole block, or the last token,
+    which is always computed; `disabled` prefix caching is off for this request.
+    The fields sum to the prompt's length (I9).
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    cold: int = 0
+    diverged: int = 0
+    evicted: int = 0
+    partial_block: int = 0
+    disabled: int = 0
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.device + self.host + self.disk
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_cached_tokens + self.cold + self.diverged + self.evicted + self.partial_block + self.disabled
+
+
+# ---------------------------------------------------------------- gateway → engine
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of a gateway, repeated as a heartbeat; answered by `EngineInfo`."""
+
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    request_id: str
+    tenant_id: str
+    segments: tuple[Segment, ...]
+    sampling: SamplingParams
+    use_cache: bool = True  # False: neither looks a prefix up nor leaves one behind
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    request_ids: tuple[str, ...]
+
+
+class Probe(msgspec.Struct, frozen=True, tag="probe"):
+    """Asks for one real decode step; answered by `ProbeResult` once it has been computed."""
+
+    probe_id: str
+
+
+class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
+    """Answered by `EngineStats`."""
+
+
+# ---------------------------------------------------------------- engine → gateway
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
+    """What a gateway has to know; with the tokenizer itself, so that the two need no shared file system."""
+
+    protocol_version: int
+    incarnation: str  # new with every start of the engine
+    model: str  # served name
+    created: int  # Unix seconds
+    fingerprint: str
+    max_model_len: int  # tokens, prompt + output
+    block_size: int
+    num_blocks: int
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    dtype: str
+    device: str
+    tokenizer_json: bytes  # the `tokenizers` library's format
+    chat_template: str  # Jinja
+    special_tokens: dict[str, str]  # bos_token, eos_token, …, as the template sees them
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
+    """New text of a request. The first one carries the account; the last one the finish reason."""
+
+    request_id: str
+    text: str
+    num_output_tokens: int  # so far
+    account: PromptAccount | None = None
+    finish_reason: FinishReason | None = None
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
+    """The end of a request that could not be served. `code` is one of `engine.errors`."""
+
+    request_id: str
+    code: str
+    message: str
+    param: str | None = None
+
+
+class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, tag="probe_result"):
+    probe_id: str
+    ok: bool
+    message: str = ""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """Counts since the engine's start, and its state now."""
+
+    incarnation: str
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int  # unreferenced, in the index
+    num_active_blocks: int  # held by block tables; the three sum to num_blocks (I1)
+    num_waiting: int
+    num_running: int
+    num_steps: int
+    num_preemptions: int
+    num_evicted_blocks: int
+    num_step_failures: int
+    num_integrity_failures: int
+    num_requests_finished: int
+    num_requests_aborted: int
+    num_requests_failed: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int  # prefill + decode, as run on the device, recomputation included
+    num_output_tokens: int
+
+
+ClientMessage = Hello | Submit | Abort | Probe | GetStats
+EngineMessage = EngineInfo | Delta | Failure | ProbeResult | EngineStats

@@ -1,0 +1,1 @@
+"""Documents: text in, ordered passages out. Knows neither the model nor HTTP."""
