@@ -1,22 +1,48 @@
 """The settings tree. Read once, at start (`load_settings`), then frozen. No torch here: the gateway reads it too.
 
-One TOML file, then `RADIXGATE_SECTION__KEY` environment variables over it. An unknown key is an error that
-names the nearest known one; secrets are masked when the settings are printed.
+    defaults  ◄──  TOML file  ◄──  RADIXGATE_SECTION__KEY  ◄──  command line          (the later wins, key by key)
+
+Every layer is flattened to `section.key`, so one table of known keys checks and converts all of them: an unknown key is
+an error that names the nearest known one, a wrong type or range is an error that names the key and where it was set.
+`settings_environ` is the inverse: the supervisor hands its children exactly what it read itself.
+Secrets are masked when the settings are printed.
+
+Rejected: a settings library. It would bring another validator beside msgspec, and merge by section, not by key.
 """
 
 from __future__ import annotations
 
+import difflib
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, cast, get_type_hints
+from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
+from msgspec import Meta
+
+from engine.errors import ConfigError
+
+Bytes = Annotated[int, Meta(ge=1, title="bytes")]  # may be written "1GiB", "512MiB", "64KiB"
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
-    port: int = 8000
-    max_body_bytes: int = 8 << 20
-    max_choices: int = 8  # largest `n`
-    drain_seconds: float = 30.0  # after SIGTERM, how long running requests may go on
+    port: Port = 8000
+    max_body_bytes: Bytes = 8 << 20
+    max_choices: Positive = 8  # largest `n`
+    drain_seconds: Annotated[float, Meta(ge=0)] = 30.0  # after SIGTERM, how long running requests may go on
     log_level: str = "info"
 
 
@@ -30,23 +56,23 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""  # "": ipc:// in the data directory
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    block_size: int = 16  # token slots in a block
-    kv_cache_memory: int = 1 << 30  # bytes of KV on CPU; TOML may say "1GiB"
-    gpu_memory_utilization: float = 0.9  # fraction of the device for weights + activations + KV
-    max_model_len: int = 0  # tokens; 0: the model's own, as far as the KV cache holds it
-    max_num_seqs: int = 32  # sequences in a step
-    max_num_batched_tokens: int = 1024  # token_budget of a step
-    prefill_chunk_size: int = 512  # prefill is cut at absolute multiples of this
-    max_waiting: int = 1024  # requests; beyond, 503
+    block_size: Positive = 16  # token slots in a block
+    kv_cache_memory: Bytes = 1 << 30  # bytes of KV on CPU; TOML may say "1GiB"
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the device, for weights + activations + KV
+    max_model_len: NotNegative = 0  # tokens; 0: the model's own, as far as the KV cache holds it
+    max_num_seqs: Positive = 32  # sequences in a step
+    max_num_batched_tokens: Positive = 1024  # token_budget of a step
+    prefill_chunk_size: Positive = 512  # prefill is cut at absolute multiples of this
+    max_waiting: Positive = 1024  # requests; beyond, 503
     enable_prefix_caching: bool = True
-    ghost_entries: int = 65536  # evicted keys that are remembered
-    threads: int = 0  # torch's; 0: the machine's cores
+    ghost_entries: NotNegative = 65536  # evicted keys that are remembered
+    threads: NotNegative = 0  # torch's; 0: the machine's cores
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: Path = Path(".radixgate")
     url: str = ""  # "": the embedded store; else redis://…
-    port: int = 0  # the embedded store's TCP port; 0: a Unix socket only
+    port: Port = 0  # the embedded store's TCP port; 0: a Unix socket only
 
 
 class SecuritySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,3 +93,296 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreSettings = StoreSettings()
     security: SecuritySettings = SecuritySettings()
     tenants: tuple[TenantSettings, ...] = ()
+
+
+# ---------------------------------------------------------------- reading
+
+PREFIX = "RADIXGATE_"
+TEST_PREFIX = "RADIXGATE_TEST_"  # read by the test suite, no settings
+_UNITS = MappingProxyType({"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30})
+_CHOICES = MappingProxyType(
+    {
+        "server.log_level": ("debug", "info", "warning", "error"),
+        "model.dtype": ("auto", "float32", "bfloat16", "float16"),
+    }
+)
+
+
+def _known_keys() -> Mapping[str, object]:
+    """`section.key` → its type, `Annotated` included; `tenants` is the one key without a section."""
+    keys: dict[str, object] = {}
+    for section, section_type in get_type_hints(Settings, include_extras=True).items():
+        if isinstance(section_type, type) and issubclass(section_type, msgspec.Struct):
+            for name, hint in get_type_hints(section_type, include_extras=True).items():
+                keys[f"{section}.{name}"] = hint
+        else:
+            keys[section] = section_type
+    return MappingProxyType(keys)
+
+
+KNOWN_KEYS = _known_keys()
+
+
+def load_settings(
+    path: Path | None, environ: Mapping[str, str], overrides: Mapping[str, object] = MappingProxyType({})
+) -> Settings:
+    """The settings of this process. `overrides` are `section.key` → value, from the command line.
+
+    Raises ConfigError, which names the key and where it was set.
+    """
+    values: dict[str, object] = {}
+    layers = [
+        *([(str(path), _read_toml(path), True)] if path else []),
+        ("environment", _read_environ(environ), False),
+        ("command line", dict(overrides), True),
+    ]
+    for source, layer, strict in layers:
+        for key, value in layer.items():
+            values[key] = _convert(key, value, source, strict=strict)
+    settings = _build(values)
+    _check(settings)
+    return settings
+
+
+def _read_toml(path: Path) -> dict[str, object]:
+    try:
+        tree = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    flat: dict[str, object] = {}
+    for section, value in cast(dict[str, object], tree).items():
+        if isinstance(value, dict):
+            flat.update({f"{section}.{key}": leaf for key, leaf in cast(dict[str, object], value).items()})
+        else:
+            flat[section] = value
+    return flat
+
+
+def _read_environ(environ: Mapping[str, str]) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, text in sorted(environ.items()):
+        if not name.startswith(PREFIX) or name.startswith(TEST_PREFIX):
+            continue
+        key = name.removeprefix(PREFIX).lower().replace("__", ".", 1)
+        if "." in key or key in KNOWN_KEYS:
+            flat[key] = _from_text(key, text)
+        else:
+            _refuse_single_underscore(name, text)
+    return flat
+
+
+def _refuse_single_underscore(name: str, text: str) -> None:
+    """RADIXGATE_ENGINE_THREADS is a slip; RADIXGATE_STORE_PORT=tcp://… is how Kubernetes tells of a service."""
+    if text.startswith("tcp://"):
+        return
+    for key in KNOWN_KEYS:
+        if environ_name(key).replace("__", "_") == name:
+            raise ConfigError(f"{name} has no effect: did you mean {environ_name(key)}?", param=key)
+
+
+def environ_name(key: str) -> str:
+    return PREFIX + key.replace(".", "__").upper()
+
+
+def _from_text(key: str, text: str) -> object:
+    """An environment variable's value. Lists and tables are JSON; a plain word stays text and is converted by type."""
+    if KNOWN_KEYS.get(key) in (str, Path, Bytes):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _convert(key: str, value: object, source: str, *, strict: bool) -> object:
+    _refuse_unknown(key, value, source)
+    if KNOWN_KEYS[key] == Bytes and isinstance(value, str):
+        value = _parse_size(key, value, source)
+    try:
+        return msgspec.convert(value, type=KNOWN_KEYS[key], strict=strict, dec_hook=_decode_path)
+    except msgspec.ValidationError as error:
+        message, _, where = str(error).partition(" - at `$")
+        raise ConfigError(f"{key}{where.rstrip('`')}: {message} (set in {source})", param=key) from error
+
+
+def _decode_path(expected: type, value: object) -> object:
+    if expected is Path and isinstance(value, (str, Path)):
+        return Path(value).expanduser()
+    raise msgspec.ValidationError(f"Expected `{expected.__name__}`, got `{type(value).__name__}`")
+
+
+def _refuse_unknown(key: str, value: object, source: str) -> None:
+    if key not in KNOWN_KEYS:
+        if any(known.startswith(f"{key}.") for known in KNOWN_KEYS):
+            raise ConfigError(f"{key} must be a table of settings (set in {source})", param=key)
+        raise ConfigError(f"unknown setting {key} in {source}{_nearest(key, KNOWN_KEYS)}", param=key)
+    if key == "tenants" and isinstance(value, list):
+        for index, tenant in enumerate(cast(list[object], value)):
+            for name in _foreign_names(tenant):
+                hint = _nearest(name, TenantSettings.__struct_fields__)
+                raise ConfigError(f"unknown setting tenants[{index}].{name} in {source}{hint}", param=key)
+
+
+def _foreign_names(tenant: object) -> list[str]:
+    names = cast(dict[str, object], tenant) if isinstance(tenant, dict) else {}
+    return [name for name in names if name not in TenantSettings.__struct_fields__]
+
+
+def _nearest(name: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f": did you mean {matches[0]}?" if matches else f" (known: {', '.join(known)})"
+
+
+def _parse_size(key: str, text: str, source: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f'{key}: {text!r} is no size; write bytes, or "512MiB" (set in {source})', param=key)
+    number, unit = match.groups()
+    return int(float(number) * _UNITS[unit.upper()]) if unit else int(float(number))
+
+
+def _build(values: Mapping[str, object]) -> Settings:
+    tree: dict[str, object] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if name:
+            cast(dict[str, object], tree.setdefault(section, {}))[name] = value
+        else:
+            tree[section] = value
+    return msgspec.convert(tree, Settings, dec_hook=_decode_path)
+
+
+# ---------------------------------------------------------------- what one key's type cannot say
+
+
+def _check(settings: Settings) -> None:
+    for key in KNOWN_KEYS:
+        if isinstance(value := _value_of(settings, key), float) and not math.isfinite(value):
+            raise ConfigError(f"{key}: must be a finite number", param=key)
+    for key, choices in _CHOICES.items():
+        if (value := _value_of(settings, key)) not in choices:
+            raise ConfigError(f"{key}: {value!r} is not one of {', '.join(choices)}", param=key)
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", settings.engine.device):
+        raise ConfigError(
+            f"engine.device: {settings.engine.device!r} is not one of auto, cpu, cuda, cuda:N", param="engine.device"
+        )
+    _check_budget(settings.engine)
+    _check_urls(settings)
+    _check_tenants(settings.tenants)
+
+
+def _check_budget(engine: EngineSettings) -> None:
+    budget = engine.max_num_batched_tokens
+    for key in ("prefill_chunk_size", "max_num_seqs"):
+        if (value := int(getattr(engine, key))) > budget:
+            raise ConfigError(
+                f"engine.{key} ({value}) must not be above engine.max_num_batched_tokens ({budget})",
+                param=f"engine.{key}",
+            )
+
+
+def _check_urls(settings: Settings) -> None:
+    if settings.engine.endpoint and not re.match(r"(ipc|tcp)://.", settings.engine.endpoint):
+        raise ConfigError("engine.endpoint must begin with ipc:// or tcp://", param="engine.endpoint")
+    if settings.store.url and not re.match(r"(rediss?|valkeys?|unix)://.", settings.store.url):
+        raise ConfigError("store.url must begin with redis://, rediss:// or unix://", param="store.url")
+    if not settings.server.host:
+        raise ConfigError("server.host must not be empty", param="server.host")
+
+
+def _check_tenants(tenants: tuple[TenantSettings, ...]) -> None:
+    owner: dict[str, str] = {}
+    seen: set[str] = set()
+    for index, tenant in enumerate(tenants):
+        where = f"tenants[{index}]"
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", tenant.id):
+            raise ConfigError(f"{where}.id: {tenant.id!r} must be 1 to 64 of A-Z a-z 0-9 . _ -", param="tenants")
+        if tenant.id in seen:
+            raise ConfigError(f"{where}.id: {tenant.id!r} is used twice", param="tenants")
+        seen.add(tenant.id)
+        for key_hash in tenant.key_hashes:
+            if not re.fullmatch(r"[0-9a-f]{64}", key_hash):
+                raise ConfigError(
+                    f"{where}.key_hashes: not a hash of `radixgate key` (64 hex digits); never the key itself",
+                    param="tenants",
+                )
+            if (other := owner.setdefault(key_hash, tenant.id)) != tenant.id:
+                raise ConfigError(f"{where}.key_hashes: this key already belongs to tenant {other!r}", param="tenants")
+
+
+def _value_of(settings: Settings, key: str) -> object:
+    value: object = settings
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+# ---------------------------------------------------------------- handing on, printing
+
+
+def settings_environ(settings: Settings) -> dict[str, str]:
+    """Environment variables from which `load_settings(None, …)` makes equal settings."""
+    return {environ_name(key): _to_text(_value_of(settings, key)) for key in KNOWN_KEYS}
+
+
+def _to_text(value: object) -> str:
+    return (
+        value
+        if isinstance(value, str)
+        else str(value)
+        if isinstance(value, Path)
+        else msgspec.json.encode(value).decode()
+    )
+
+
+def masked(settings: Settings) -> dict[str, object]:
+    """`section.key` → value, fit for a log: no secret, no key hash, no password in the store's URL."""
+    return dict(_masked_items(settings))
+
+
+def _masked_items(settings: Settings) -> Iterator[tuple[str, object]]:
+    for key in KNOWN_KEYS:
+        value = _value_of(settings, key)
+        if key == "security.secret":
+            yield key, "***" if value else ""
+        elif key == "store.url":
+            yield key, _mask_password(str(value))
+        elif key == "tenants":
+            yield key, [f"{tenant.id} ({len(tenant.key_hashes)} keys)" for tenant in settings.tenants]
+        else:
+            yield key, str(value) if isinstance(value, Path) else value
+
+
+def _mask_password(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    location = parts.netloc.replace(f":{parts.password}@", ":***@")
+    return urlunsplit(parts._replace(netloc=location))
+
+
+# ---------------------------------------------------------------- where the processes meet
+
+_MAX_SOCKET_PATH = 100  # the kernel's limit is 108 with the final zero; zmq and Redis want some room
+
+
+def runtime_dir(data_dir: Path) -> Path:
+    """The directory of this instance's Unix sockets, made with mode 0700.
+
+    Inside the data directory, unless that lies so deep that a socket's path would be too long for the kernel.
+    """
+    directory = data_dir.resolve() / "run"
+    if len(os.fsencode(directory)) + len("/engine.sock") > _MAX_SOCKET_PATH:
+        digest = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
+        directory = Path(tempfile.gettempdir()) / f"radixgate-{os.getuid()}-{digest}"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if directory.stat().st_uid != os.getuid():
+        raise ConfigError(f"{directory} belongs to another user: its sockets cannot be trusted", param="store.data_dir")
+    return directory
+
+
+def engine_endpoint(settings: Settings) -> str:
+    """Where the engine listens: `engine.endpoint`, else a Unix socket of this instance."""
+    return settings.engine.endpoint or f"ipc://{runtime_dir(settings.store.data_dir) / 'engine.sock'}"
