@@ -1,0 +1,215 @@
+"""Draws the next token of every sequence of a step, all rows at once.
+
+    logits [B, V] ──► eos masked until min_tokens ──► max ──┬─► temperature 0: the highest logit, lowest id on a tie
+                                                            └─► weights ──┬─► no filter: inverse CDF in id order
+                                                                          └─► ranked ──► kept ──► inverse CDF
+
+    ranked   w0 ≥ w1 ≥ w2 ≥ ………………………… ≥ wV     temperature is already in the weights
+    top-k    [0, k)                             always a prefix of the ranking,
+    top-p    [0, n)  smallest n with            so what three filters keep is the shortest of three prefixes:
+                     Σ w[0, n) ≥ p · Σ w[0, k)  one number a row, no masks
+    min-p    [0, m)  w ≥ min_p · w0
+
+Temperature, top-k, top-p, min-p in this order, top-p measured on what top-k left: the order of transformers
+(`GenerationMixin._get_logits_processor`). vLLM puts min-p before top-p, llama.cpp the temperature last.
+A tie at the edge of a filter keeps the lower ids, so that top_k=k never keeps more than k.
+
+The same seed gives the same text alone, in any batch, and after preemption, because of two things:
+
+1. No generator state. The uniform of a draw is a hash of (request's seed, token's position) and of nothing else.
+2. No sum that depends on its order. A weight is exp((logit − max) / temperature) in fp32, an operation on one element,
+   then cut to a fixed-point int64 whose row sum is below 2^53: integer sums are exact, in any order, on any device,
+   for any batch shape, and exact again as a float64. The tail below 2^-35 of the top token (V = 256k) is never drawn.
+
+Rejected: `torch.multinomial` and exponential races (q ~ Exp, argmax w/q) with a generator per row: state to save on
+preemption, and one Python call a row. Rejected: fp32 softmax and cumsum, whose low bits move with the batch's shape.
+
+Only the `window` best tokens of a row are ranked; rows whose filters reach beyond (a flat distribution under top-p) are
+ranked again 16 times wider. Exact sums make the width invisible in the result.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from engine.batch import ScheduledSequence
+from engine.protocol import SamplingParams
+
+_U64 = (1 << 64) - 1
+_WIDEN = 16
+# (logit − max) / temperature stays finite or −inf, never NaN, between these.
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30
+
+
+class NonFiniteLogitsError(ArithmeticError):
+    """Rows whose logits hold a NaN or +inf, or nothing but −inf: no token can be drawn for them.
+
+    Sampling has no state, so the caller may end these rows and sample the others again.
+    """
+
+    def __init__(self, row_indices: Sequence[int]) -> None:
+        self.row_indices = tuple(row_indices)
+        super().__init__(f"the logits of rows {list(self.row_indices)} are not finite")
+
+
+def uniform(seed: int, position: int) -> float:
+    """The draw of (seed, position): one of 2^53 equally likely numbers in [0, 1)."""
+    return (xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed & _U64, position)) >> 11) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """The rows' parameters as tensors, each [R]."""
+
+    top_k: Tensor  # int64; the vocabulary's size: off
+    top_p: Tensor  # float64
+    min_p: Tensor  # float64
+    uniform: Tensor  # float64
+
+    @classmethod
+    def of(cls, rows: Sequence[ScheduledSequence], vocab_size: int, device: torch.device) -> _Draws:
+        params = [row.sampling for row in rows]
+        table = torch.tensor(
+            [
+                [min(p.top_k or vocab_size, vocab_size) for p in params],
+                [p.top_p for p in params],
+                [p.min_p for p in params],
+                [uniform(row.seed, row.end) for row in rows],
+            ],
+            dtype=torch.float64,  # one transfer to the device; ids and sizes are exact below 2^53
+            device=device,
+        )
+        return cls(table[0].long(), table[1], table[2], table[3])
+
+    def __getitem__(self, rows: Tensor) -> _Draws:
+        return _Draws(self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows])
+
+
+class Sampler:
+    def __init__(self, window: int = 256) -> None:
+        """`window`: how many of the best tokens are ranked at first; changes the cost of a draw, never its result."""
+        self._window = window
+
+    def sample(self, logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Sequence[int]) -> list[int]:
+        """One token id a row of `logits` [B, V], which are left as they are.
+
+        Raises `NonFiniteLogitsError` when a row has no distribution to draw from.
+        """
+        assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} sequences"
+        logits = _mask_eos(logits, rows, eos_token_ids)
+        highest, token_ids = logits.max(dim=-1)  # [B], [B]; the first of equal logits
+        _require_finite(highest)
+        drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+        if drawn:
+            token_ids[drawn] = self._draw(logits[drawn].float(), [rows[index] for index in drawn])
+        return token_ids.tolist()
+
+    def _draw(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
+        """Token ids [R] for the rows of `logits` [R, V] fp32."""
+        num_rows, vocab_size = logits.shape
+        weights = _fixed_point_weights(logits, rows)
+        draws = _Draws.of(rows, vocab_size, logits.device)
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        is_filtered = torch.tensor([_is_filtered(row.sampling) for row in rows])
+        plain = (~is_filtered).nonzero()[:, 0].to(logits.device)
+        if plain.numel():
+            cumulative = weights[plain].cumsum(dim=-1)
+            token_ids[plain] = _invert_cdf(cumulative, cumulative[:, -1], draws.uniform[plain])
+        filtered = is_filtered.nonzero()[:, 0].to(logits.device)
+        if filtered.numel():
+            token_ids[filtered] = _draw_filtered(weights[filtered], draws[filtered], self._window)
+        return token_ids
+
+
+def _is_filtered(sampling: SamplingParams) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
+def _mask_eos(logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Sequence[int]) -> Tensor:
+    early = [i for i, row in enumerate(rows) if row.end - row.num_prompt_tokens < row.sampling.min_tokens]
+    if not early or not eos_token_ids:
+        return logits
+    masked = logits.clone()
+    row_indices = torch.tensor(early, device=logits.device)[:, None]  # [E, 1]
+    masked[row_indices, torch.tensor(list(eos_token_ids), device=logits.device)] = -math.inf
+    return masked
+
+
+def _require_finite(highest: Tensor) -> None:
+    # max() carries a NaN on, and is −inf only when the whole row is: the maxima stand for all of the logits.
+    finite = torch.isfinite(highest)
+    if not finite.all():
+        raise NonFiniteLogitsError((~finite).nonzero()[:, 0].tolist())
+
+
+def _id_bits(vocab_size: int) -> int:
+    return (vocab_size - 1).bit_length()
+
+
+def _fixed_point_weights(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
+    """exp((logit − max) / temperature) as int64 [R, V]: the row's maximum is 2^(53 − id bits), so its sum is ≤ 2^53."""
+    temperature = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float64)
+    temperature = temperature.clamp(_MIN_TEMPERATURE, _MAX_TEMPERATURE).to(logits)
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
+    return (scaled.exp_() * 2.0 ** (53 - _id_bits(logits.shape[1]))).long()
+
+
+def _draw_filtered(weights: Tensor, draws: _Draws, window: int) -> Tensor:
+    """Token ids [R] for rows of `weights` [R, V] with at least one filter."""
+    vocab_size = weights.shape[1]
+    id_bits = _id_bits(vocab_size)
+    # (weight, then lower id first) in one key of at most 54 bits: unique, so that every top-k and sort agrees.
+    reversed_ids = torch.arange(vocab_size - 1, -1, -1, device=weights.device)
+    keys = (weights << id_bits) | reversed_ids
+    return _draw_ranked(keys, weights.sum(dim=-1), draws, window)
+
+
+def _draw_ranked(keys: Tensor, total: Tensor, draws: _Draws, window: int) -> Tensor:
+    """Token ids [R] from the `window` highest of `keys` [R, V]; rows that it does not settle are drawn wider."""
+    vocab_size = keys.shape[1]
+    id_bits = _id_bits(vocab_size)
+    ranked = keys.topk(min(window, vocab_size), dim=-1).values  # [R, W], descending
+    weights = ranked >> id_bits
+    cumulative = weights.cumsum(dim=-1)
+    num_kept, settled = _count_kept(weights, cumulative, total, draws, vocab_size)
+    mass = cumulative.gather(1, num_kept[:, None] - 1)[:, 0]
+    ranks = _invert_cdf(cumulative, mass, draws.uniform)
+    token_ids = vocab_size - 1 - (ranked.gather(1, ranks[:, None])[:, 0] & ((1 << id_bits) - 1))
+    open_rows = (~settled).nonzero()[:, 0]
+    if open_rows.numel():
+        token_ids[open_rows] = _draw_ranked(keys[open_rows], total[open_rows], draws[open_rows], window * _WIDEN)
+    return token_ids
+
+
+def _count_kept(
+    weights: Tensor, cumulative: Tensor, total: Tensor, draws: _Draws, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """The length of the prefix that all filters keep, 1 ≤ n ≤ W, and whether the window is wide enough to tell; [R].
+
+    `weights` and `cumulative` are the window [R, W]; `total` [R] is the sum over the whole vocabulary.
+    """
+    width = weights.shape[1]
+    top_k_in_window = draws.top_k <= width
+    last = draws.top_k.clamp(max=width) - 1
+    top_k_mass = torch.where(top_k_in_window, cumulative.gather(1, last[:, None])[:, 0], total)
+    nucleus_mass = (draws.top_p * top_k_mass).ceil().long()
+    nucleus = torch.searchsorted(cumulative, nucleus_mass[:, None])[:, 0] + 1
+    above_min_p = (weights >= (draws.min_p * weights[:, 0]).ceil()[:, None]).sum(dim=-1)
+    num_kept = draws.top_k.minimum(nucleus).minimum(above_min_p).clamp(max=width)
+    ends_in_window = (nucleus <= width) | (above_min_p < width)
+    return num_kept, top_k_in_window | ((draws.top_k == vocab_size) & ends_in_window)
+
+
+def _invert_cdf(cumulative: Tensor, mass: Tensor, uniforms: Tensor) -> Tensor:
+    """The first index [R] whose cumulative weight is above uniform · mass.
+
+    A token without weight is never hit. With mass ≤ 2^53 and uniform ≤ 1 − 2^-53 the product rounds below the mass.
+    """
+    return torch.searchsorted(cumulative, (uniforms * mass).long()[:, None], right=True)[:, 0]
