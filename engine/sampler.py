@@ -106,26 +106,15 @@ class Sampler:
         logits = _mask_eos(logits, rows, eos_token_ids)
         highest, token_ids = logits.max(dim=-1)  # [B], [B]; the first of equal logits
         _require_finite(highest)
-        drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
-        if drawn:
-            token_ids[drawn] = self._draw(logits[drawn].float(), [rows[index] for index in drawn])
+        random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+        plain = [index for index in random if not _is_filtered(rows[index].sampling)]
+        filtered = [index for index in random if _is_filtered(rows[index].sampling)]
+        if plain:
+            token_ids[plain] = _draw_plain(logits[plain].float(), [rows[index] for index in plain])
+        if filtered:
+            chosen = [rows[index] for index in filtered]
+            token_ids[filtered] = _draw_filtered(logits[filtered].float(), chosen, self._window)
         return token_ids.tolist()
-
-    def _draw(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
-        """Token ids [R] for the rows of `logits` [R, V] fp32."""
-        num_rows, vocab_size = logits.shape
-        weights = _fixed_point_weights(logits, rows)
-        draws = _Draws.of(rows, vocab_size, logits.device)
-        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        is_filtered = torch.tensor([_is_filtered(row.sampling) for row in rows])
-        plain = (~is_filtered).nonzero()[:, 0].to(logits.device)
-        if plain.numel():
-            cumulative = weights[plain].cumsum(dim=-1)
-            token_ids[plain] = _invert_cdf(cumulative, cumulative[:, -1], draws.uniform[plain])
-        filtered = is_filtered.nonzero()[:, 0].to(logits.device)
-        if filtered.numel():
-            token_ids[filtered] = _draw_filtered(weights[filtered], draws[filtered], self._window)
-        return token_ids
 
 
 def _is_filtered(sampling: SamplingParams) -> bool:
@@ -157,18 +146,25 @@ def _fixed_point_weights(logits: Tensor, rows: Sequence[ScheduledSequence]) -> T
     """exp((logit − max) / temperature) as int64 [R, V]: the row's maximum is 2^(53 − id bits), so its sum is ≤ 2^53."""
     temperature = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float64)
     temperature = temperature.clamp(_MIN_TEMPERATURE, _MAX_TEMPERATURE).to(logits)
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
-    return (scaled.exp_() * 2.0 ** (53 - _id_bits(logits.shape[1]))).long()
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
+    return scaled.exp_().mul_(2.0 ** (53 - _id_bits(logits.shape[1]))).long()
 
 
-def _draw_filtered(weights: Tensor, draws: _Draws, window: int) -> Tensor:
-    """Token ids [R] for rows of `weights` [R, V] with at least one filter."""
-    vocab_size = weights.shape[1]
-    id_bits = _id_bits(vocab_size)
+def _draw_plain(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
+    """Token ids [R] for rows of `logits` [R, V] fp32 without a filter: nothing has to be ranked."""
+    cumulative = _fixed_point_weights(logits, rows).cumsum(dim=-1)
+    return _invert_cdf(cumulative, cumulative[:, -1], _Draws.of(rows, logits.shape[1], logits.device).uniform)
+
+
+def _draw_filtered(logits: Tensor, rows: Sequence[ScheduledSequence], window: int) -> Tensor:
+    """Token ids [R] for rows of `logits` [R, V] fp32 with at least one filter."""
+    vocab_size = logits.shape[1]
+    weights = _fixed_point_weights(logits, rows)
+    total = weights.sum(dim=-1)
     # (weight, then lower id first) in one key of at most 54 bits: unique, so that every top-k and sort agrees.
-    reversed_ids = torch.arange(vocab_size - 1, -1, -1, device=weights.device)
-    keys = (weights << id_bits) | reversed_ids
-    return _draw_ranked(keys, weights.sum(dim=-1), draws, window)
+    reversed_ids = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    keys = weights.bitwise_left_shift_(_id_bits(vocab_size)).bitwise_or_(reversed_ids)
+    return _draw_ranked(keys, total, _Draws.of(rows, vocab_size, logits.device), window)
 
 
 def _draw_ranked(keys: Tensor, total: Tensor, draws: _Draws, window: int) -> Tensor:
