@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from engine.protocol import SamplingParams
@@ -20,7 +21,7 @@ class ScheduledSequence:
     token_ids: list[int]  # the request's own list: read, never changed
     num_computed: int
     num_new: int
-    block_table: list[int]  # block ids; covers at least num_computed + num_new slots
+    block_table: array[int]  # 'i', block ids; covers at least num_computed + num_new slots
     sampling: SamplingParams
     seed: int  # of this request; with the token's position it fixes the draw
     num_prompt_tokens: int

@@ -16,8 +16,8 @@
         └── ShuttingDownError
 
 Errors that travel from the engine to the gateway carry their `code`; `from_wire` finds the class again.
-Our own bookkeeping being wrong is none of these: it is an AssertionError that names the invariant
-(docs/architecture.md), and the engine drops its cache and goes on.
+Our own bookkeeping being wrong is none of these: it is an `InvariantError` (an AssertionError) that names the
+invariant of docs/architecture.md; the engine then logs, counts, drops its cache and goes on.
 """
 
 from __future__ import annotations
@@ -86,6 +86,10 @@ class OverloadedError(ServiceError):
 
 class ShuttingDownError(ServiceError):
     code = "shutting_down"
+
+
+class InvariantError(AssertionError):
+    """Our own bookkeeping is wrong. The message starts with the invariant's number ("I3: …")."""
 
 
 def all_errors(root: type[RadixgateError] = RadixgateError) -> list[type[RadixgateError]]:

@@ -1,0 +1,277 @@
+"""The engine: `step()` = schedule → execute → postprocess.
+
+    add_request ─► Scheduler.waiting ─► schedule ─► ModelRunner.execute ─► postprocess ─► Delta | Failure
+                                           ▲              │ raises              │
+                                           │              ▼                     │ cache_blocks, append, stop?
+                                           └──────── recover ◄──────────────────┘ InvariantError
+
+What can go wrong, and what then:
+    the step raises          its requests end with `EngineStepError`; what they computed in it was never indexed
+    a row has no finite      that request ends; the others of the step have not moved and are computed again
+      logits
+    an invariant is broken   the cache is dropped: a new pool and index; every request starts over, keeping the text
+                             it has (at most MAX_RESETS times, then it ends with an error). The process lives.
+
+One thread owns all of this. Nothing here blocks, and nothing is read from outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+from engine.batch import ScheduledSequence, SchedulerOutput
+from engine.errors import (
+    ContextLengthExceededError,
+    EngineStepError,
+    InvalidRequestError,
+    InvariantError,
+    OverloadedError,
+    RadixgateError,
+)
+from engine.kv_cache_manager import KVCacheManager
+from engine.output_stream import OutputStream
+from engine.protocol import Delta, EngineInfo, EngineStats, Failure, Submit
+from engine.request import Request
+from engine.sampler import NonFiniteLogitsError
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+MAX_RESETS = 2  # times a request is computed again because the cache was dropped
+
+
+class Runner(Protocol):
+    """The device. `execute` returns one entry a sequence: the sampled token, None where `sample` is False."""
+
+    def execute(self, output: SchedulerOutput) -> Sequence[int | None]: ...
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the engine's start; `EngineStats` under the same names."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_evicted_blocks: int = 0
+    num_step_failures: int = 0
+    num_integrity_failures: int = 0
+    num_requests_finished: int = 0
+    num_requests_aborted: int = 0
+    num_requests_failed: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+class LLMEngine:
+    """Requests in, deltas out, one step at a time."""
+
+    def __init__(self, info: EngineInfo, settings: EngineSettings, runner: Runner) -> None:
+        self._info = info
+        self._settings = settings
+        self._runner = runner
+        self._tokenizer: Tokenizer = Tokenizer.from_str(info.tokenizer_json.decode())
+        self._counters = Counters()
+        self._requests: dict[str, Request] = {}
+        self._streams: dict[str, OutputStream] = {}
+        self._arrivals = 0
+        self._broken: InvariantError | None = None  # found between steps
+        self.scheduler = self._new_scheduler()
+
+    def _new_scheduler(self) -> Scheduler:
+        settings = self._settings
+        manager = KVCacheManager(
+            num_blocks=self._info.num_blocks,
+            block_size=self._info.block_size,
+            root_key=bytes.fromhex(self._info.fingerprint),
+            ghost_entries=settings.ghost_entries,
+            caching=settings.enable_prefix_caching,
+        )
+        limits = SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.prefill_chunk_size)
+        return Scheduler(limits, manager)
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(self, submit: Submit) -> None:
+        """Queue a request. Raises a `RadixgateError` that says what is wrong with it; then nothing has changed."""
+        if submit.request_id in self._requests:
+            raise InvalidRequestError(f"request id {submit.request_id!r} is in use", param="request_id")
+        if len(self.scheduler.waiting) >= self._settings.max_waiting:
+            raise OverloadedError(f"{self._settings.max_waiting} requests are waiting already; try again later")
+        request = Request(submit, self._info.block_size, self._arrivals, secrets.randbits(63))
+        self._check_tokens(request)
+        self._arrivals += 1
+        self._requests[request.request_id] = request
+        self._streams[request.request_id] = OutputStream(
+            request, self._tokenizer, self._info.eos_token_ids, self._info.max_model_len
+        )
+        self.scheduler.add(request)
+
+    def _check_tokens(self, request: Request) -> None:
+        limit = self._info.max_model_len
+        if request.num_prompt_tokens >= limit:
+            raise ContextLengthExceededError(
+                f"the prompt has {request.num_prompt_tokens} tokens; the model's context holds {limit}, "
+                "one of them for the answer",
+                param="messages",
+            )
+        if min(request.token_ids) < 0 or max(request.token_ids) >= self._info.vocab_size:
+            raise InvalidRequestError("a token id is outside the model's vocabulary", param="segments")
+        if request.sampling.max_tokens < 1:
+            raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request at once and give its blocks back; False when there is none of that id."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request)
+        self._counters.num_requests_aborted += 1
+        return True
+
+    def _end(self, request: Request) -> None:
+        del self._requests[request.request_id], self._streams[request.request_id]
+        try:
+            self.scheduler.finish(request)
+        except InvariantError as error:  # the request is gone all the same; the cache goes before the next step
+            self._broken = error
+
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    # ------------------------------------------------------------------ one step
+
+    def step(self) -> list[Delta | Failure]:
+        """Compute the next tokens of every request that can be served now."""
+        if self._broken is not None:
+            return self._reset_cache(self._broken)
+        try:
+            output = self.scheduler.schedule()
+        except InvariantError as error:
+            return self._reset_cache(error)
+        if not output.sequences:
+            return []
+        self._counters.num_steps += 1
+        try:
+            tokens = self._runner.execute(output)
+        except NonFiniteLogitsError as error:
+            return self._fail_rows(output, error)
+        except Exception as error:  # noqa: BLE001  whatever it was, the other requests go on
+            return self._fail_step(output, error)
+        deltas: list[Delta | Failure] = []
+        try:
+            for sequence, token_id in zip(output.sequences, tokens, strict=True):
+                self._postprocess(sequence, token_id, deltas)
+        except InvariantError as error:
+            return deltas + self._reset_cache(error)
+        return deltas
+
+    def _postprocess(self, sequence: ScheduledSequence, token_id: int | None, deltas: list[Delta | Failure]) -> None:
+        request = self._requests[sequence.request_id]
+        request.num_computed_tokens = sequence.end
+        self._counters.num_computed_tokens += sequence.num_new
+        self.scheduler.manager.cache_blocks(request)
+        if token_id is not None:
+            delta = self._push(request, token_id)
+            if delta is not None:
+                deltas.append(delta)
+
+    def _push(self, request: Request, token_id: int) -> Delta | None:
+        request.append_output(token_id)
+        self._counters.num_output_tokens += 1
+        if request.num_output_tokens == 1 and request.account is not None:
+            self._counters.num_prompt_tokens += request.num_prompt_tokens
+            self._counters.num_cached_tokens += request.account.num_cached_tokens
+        delta = self._streams[request.request_id].push(token_id)
+        if delta is not None and delta.finish_reason is not None:
+            self._end(request)
+            self._counters.num_requests_finished += 1
+        return delta
+
+    # ------------------------------------------------------------------ recovery
+
+    def _fail(self, request: Request, error: RadixgateError) -> Failure:
+        self._end(request)
+        self._counters.num_requests_failed += 1
+        return Failure(request_id=request.request_id, code=error.code, message=error.message, param=error.param)
+
+    def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[Delta | Failure]:
+        logger.exception("step %d failed; its %d requests end", self._counters.num_steps, len(output.sequences))
+        self._counters.num_step_failures += 1
+        failure = EngineStepError(f"the step that computed this request failed ({type(error).__name__})")
+        return [self._fail(self._requests[sequence.request_id], failure) for sequence in output.sequences]
+
+    def _fail_rows(self, output: SchedulerOutput, error: NonFiniteLogitsError) -> list[Delta | Failure]:
+        sampled: list[ScheduledSequence] = [sequence for sequence in output.sequences if sequence.sample]
+        logger.error("step %d: no finite logits in %d rows", self._counters.num_steps, len(error.row_indices))
+        self._counters.num_step_failures += 1
+        failure = EngineStepError("the model's output for this request is not a number")
+        return [self._fail(self._requests[sampled[row].request_id], failure) for row in error.row_indices]
+
+    def _reset_cache(self, error: InvariantError) -> list[Delta | Failure]:
+        """Our bookkeeping cannot be trusted any more: drop all of it and compute again what is under way."""
+        logger.error("the cache is dropped: %s", error, exc_info=error)
+        self._counters.num_integrity_failures += 1
+        self._broken = None
+        self._keep_counts()
+        self.scheduler = self._new_scheduler()
+        failures: list[Delta | Failure] = []
+        for request in list(self._requests.values()):
+            request.forget_blocks()
+            self.scheduler.add(request)
+            request.num_resets += 1
+            if request.num_resets > MAX_RESETS:
+                failures.append(self._fail(request, EngineStepError("the engine lost this request's cache repeatedly")))
+        return failures
+
+    def check_integrity(self) -> bool:
+        """Walk pool, index and tables; drop the cache when they disagree (nothing is lost but time)."""
+        try:
+            self.scheduler.manager.check_integrity(self.scheduler.running)
+        except InvariantError as error:
+            self._reset_cache(error)
+            return False
+        return True
+
+    # ------------------------------------------------------------------ look
+
+    def _keep_counts(self) -> None:
+        """Carry the counts of a scheduler and index that are about to be replaced."""
+        self._counters.num_preemptions += self.scheduler.num_preemptions
+        self._counters.num_evicted_blocks += self.scheduler.manager.index.num_evicted_blocks
+
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def stats(self) -> EngineStats:
+        manager = self.scheduler.manager
+        blocks = manager.counts()
+        counters = replace(
+            self._counters,
+            num_preemptions=self._counters.num_preemptions + self.scheduler.num_preemptions,
+            num_evicted_blocks=self._counters.num_evicted_blocks + manager.index.num_evicted_blocks,
+        )
+        return EngineStats(
+            incarnation=self._info.incarnation,
+            num_blocks=self._info.num_blocks,
+            num_free_blocks=blocks.free,
+            num_cached_blocks=blocks.cached,
+            num_active_blocks=blocks.active,
+            num_waiting=len(self.scheduler.waiting),
+            num_running=len(self.scheduler.running),
+            **{name: getattr(counters, name) for name in Counters.__dataclass_fields__},
+        )
+
+
+def new_incarnation() -> str:
+    """Names one life of an engine: what an earlier one promised is void."""
+    return f"{int(time.time()):x}-{secrets.token_hex(4)}"

@@ -1,0 +1,474 @@
+"""Which prefixes have their KV in the cache: a radix tree whose edges are runs of full blocks.
+
+Three prompts of one tenant, block size 4, letters are blocks:
+
+        A B C D E                    root ── [A B C] ──┬── [D E]        ← children, keyed by the block key of
+        A B C F                                        └── [F]            their first block
+        G                            root ── [G]
+
+    block key = xxh3_128(parent_key, scope, token_ids)        chained: a key stands for its whole prefix
+    path      = the runs from the root to a node
+
+The key finds, the token ids prove: a hit compares the tokens of the whole path (`bytes` against `bytes`, one
+memcmp a run), and the scope of every run, so no collision, found or crafted, returns another prompt's KV (I5).
+
+Finding   1. Hash the next block under the current node's key; look the child up.
+          2. Compare the child's run. Whole run equal: go on from the child.
+          3. Equal for some blocks only: the path ends inside the run.
+          4. Where the path ends, the block that shares most of the next tokens may still be copied (copy-on-write):
+             inside a run it is the run's next block; at a node, a neighbour of the wanted tokens among the
+             children's first blocks in sorted order. (The longest common prefix is always with a neighbour.)
+
+Locks     A request locks the path to the last block it holds: `lock_count` of a node counts the requests that hold
+          it, all the way up. A path that ends inside a run splits the run first, so every block of a node is held
+          by the same requests, and its `ref_count` in the pool equals the node's `lock_count` (I3).
+
+Eviction  Unlocked nodes stand in `_lru`, least recently used first. Unlocking walks from the leaf up, so a node
+          always stands behind everything below it: the first node is a leaf, and taking blocks from its tail keeps
+          I4 (no child without its parent) with O(1) work a block. A heap of leaves would need O(log n) and stale
+          entries; a list of blocks instead of nodes costs two pointers for each block of each request.
+
+Nothing here scans: match, lock, insert and evict touch only the path. Not one tensor, either.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import xxhash
+
+from engine.errors import InvariantError
+from engine.scoped_tokens import TOKEN_BYTES, ScopedTokens
+
+KEY_BYTES = 16
+_ROOT_SCOPE = b""
+
+
+class MissReason(Enum):
+    """Why the block after the matched prefix was not there."""
+
+    COLD = "cold"
+    DIVERGED = "diverged"
+    EVICTED = "evicted"
+
+
+class Node:
+    """A run of full blocks. Hold one only through `lock`; its fields are the index's business."""
+
+    __slots__ = ("block_ids", "children", "first_blocks", "keys", "lock_count", "parent", "scope", "tokens")
+
+    def __init__(self, parent: Node | None, scope: bytes, tokens: bytes, keys: bytes, block_ids: array[int]) -> None:
+        self.parent = parent
+        self.scope = scope
+        self.tokens = tokens  # of the run, packed
+        self.keys = keys  # of the run's blocks, KEY_BYTES each
+        self.block_ids = block_ids
+        self.children: dict[bytes, Node] | None = None  # by the key of their first block
+        self.first_blocks: dict[bytes, list[bytes]] | None = None  # scope → children's first blocks' tokens, sorted
+        self.lock_count = 0
+
+    @property
+    def last_key(self) -> bytes:
+        return self.keys[-KEY_BYTES:]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_ids)
+
+
+@dataclass(slots=True, frozen=True)
+class PrefixMatch:
+    """The longest cached prefix of a sequence. Valid until the index changes; `lock` keeps it.
+
+    block_ids      [ b0 ][ b1 ][ b2 ]
+    partial                          [ src: first `partial_tokens` slots ]
+    num_tokens     ───────────────────────────────►
+    """
+
+    block_ids: array[int]  # full blocks, ready to be shared
+    node: Node  # where the path ends
+    node_blocks: int  # how many of the node's blocks belong to it
+    num_tokens: int  # full blocks and the partial one
+    partial_block: int | None  # a block to copy from
+    partial_tokens: int
+    reason: MissReason  # why it ends here
+
+
+class PrefixIndex:
+    """The radix tree of one model fingerprint. The scope is part of every key and compared on every hit."""
+
+    def __init__(
+        self,
+        block_size: int,
+        root_key: bytes = bytes(KEY_BYTES),
+        ghost_entries: int = 65536,
+        digest: Callable[[bytes], bytes] = xxhash.xxh3_128_digest,
+    ) -> None:
+        """`root_key` is derived from the model fingerprint: another model's keys can never meet ours."""
+        self.block_size = block_size
+        self.root = Node(None, _ROOT_SCOPE, b"", root_key, array("i"))
+        self.num_blocks = 0
+        self.num_nodes = 0
+        self.num_evicted_blocks = 0
+        self._stride = block_size * TOKEN_BYTES
+        self._digest = digest
+        self._lru: OrderedDict[Node, None] = OrderedDict()
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._max_ghosts = ghost_entries
+
+    # ------------------------------------------------------------------ find
+
+    def match_prefix(self, sequence: ScopedTokens, limit: int) -> PrefixMatch:
+        """The longest cached prefix of the first `limit` tokens. Changes nothing, not even recency."""
+        packed, stride = sequence.packed, self._stride
+        end = limit // self.block_size * stride  # bytes of whole blocks that may be matched
+        node, pos, block_ids = self.root, 0, array("i")
+        scope, span_end = sequence.span(0)
+        while pos < end and node.children:
+            if pos // stride >= span_end:
+                scope, span_end = sequence.span(pos // stride)
+            child = node.children.get(self._digest(node.last_key + scope + packed[pos : pos + stride]))
+            if child is None or child.scope != scope:
+                break
+            shared = self._common_blocks(
+                child.tokens, packed, pos, min(pos + len(child.tokens), end, span_end * stride)
+            )
+            if not shared:
+                break  # another prefix with the same key
+            pos += shared * stride
+            if shared < child.num_blocks:
+                block_ids += child.block_ids[:shared]
+                return self._match_inside(sequence, limit, child, shared, block_ids)
+            block_ids += child.block_ids
+            node = child
+        return self._match_at(sequence, limit, node, block_ids)
+
+    def _common_blocks(self, run: bytes, packed: bytearray, start: int, stop: int) -> int:
+        """How many whole blocks of `run` equal packed[start:stop]."""
+        stride = self._stride
+        low, high = 0, (stop - start) // stride  # run[:low] is equal, run[:high] is not
+        if run.startswith(packed[start:stop]):
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if run.startswith(packed[start + low * stride : start + middle * stride], low * stride):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _match_inside(
+        self, sequence: ScopedTokens, limit: int, node: Node, blocks: int, block_ids: array[int]
+    ) -> PrefixMatch:
+        """The path ends inside a run; the run's next block may still share tokens."""
+        num_tokens = len(block_ids) * self.block_size
+        wanted = _tokens_between(sequence, num_tokens, min(limit, num_tokens + self.block_size))
+        candidate = node.tokens[blocks * self._stride : (blocks + 1) * self._stride]
+        shared = _common_tokens(candidate, wanted)
+        source = node.block_ids[blocks] if shared else None
+        reason = self._miss_reason(_key_before(node, blocks), sequence, len(block_ids), diverged=True)
+        return PrefixMatch(block_ids, node, blocks, num_tokens + shared, source, shared, reason)
+
+    def _match_at(self, sequence: ScopedTokens, limit: int, node: Node, block_ids: array[int]) -> PrefixMatch:
+        """The path ends at a node; a child's first block may still share tokens."""
+        num_tokens = len(block_ids) * self.block_size
+        wanted = _tokens_between(sequence, num_tokens, min(limit, num_tokens + self.block_size))
+        source, shared = self._closest_child(node, sequence.scopes_up_to(len(block_ids)), wanted)
+        diverged = shared > 0 or (node is not self.root and bool(node.children))
+        reason = self._miss_reason(node.last_key, sequence, len(block_ids), diverged)
+        return PrefixMatch(block_ids, node, node.num_blocks, num_tokens + shared, source, shared, reason)
+
+    def _closest_child(self, node: Node, scopes: list[bytes], wanted: bytes) -> tuple[int | None, int]:
+        """(block, tokens) of the child's first block that shares most of `wanted`, among the readable scopes."""
+        best_source: int | None = None
+        best_shared = 0
+        if not wanted or node.first_blocks is None or node.children is None:
+            return best_source, best_shared
+        for scope in scopes:
+            siblings = node.first_blocks.get(scope, [])
+            place = bisect_left(siblings, wanted)
+            for neighbour in siblings[max(place - 1, 0) : place + 1]:
+                shared = _common_tokens(neighbour, wanted)
+                if shared > best_shared:
+                    child = node.children[self._digest(node.last_key + scope + neighbour)]
+                    best_source, best_shared = child.block_ids[0], shared
+        return best_source, best_shared
+
+    def _miss_reason(self, parent_key: bytes, sequence: ScopedTokens, block: int, diverged: bool) -> MissReason:
+        wanted_whole = len(sequence) >= (block + 1) * self.block_size
+        if wanted_whole and self._ghosts and self.chain_keys(parent_key, sequence, block, block + 1)[0] in self._ghosts:
+            return MissReason.EVICTED
+        return MissReason.DIVERGED if diverged else MissReason.COLD
+
+    def chain_keys(self, parent_key: bytes, sequence: ScopedTokens, first: int, last: int) -> list[bytes]:
+        """Keys of blocks [first, last), where `parent_key` is the key of the block before `first`."""
+        keys: list[bytes] = []
+        packed, stride, digest = sequence.packed, self._stride, self._digest
+        scope, span_end = sequence.span(first)
+        key = parent_key
+        for block in range(first, last):
+            if block >= span_end:
+                scope, span_end = sequence.span(block)
+            key = digest(key + scope + packed[block * stride : (block + 1) * stride])
+            keys.append(key)
+        return keys
+
+    def match_key(self, match: PrefixMatch) -> bytes:
+        """The key of the last matched block: the parent key of the first missing one."""
+        return _key_before(match.node, match.node_blocks)
+
+    # ------------------------------------------------------------------ hold
+
+    def lock(self, match: PrefixMatch) -> Node:
+        """Pin the matched path, splitting the run it ends in; the result goes to `unlock` or `insert_prefix`."""
+        node = match.node
+        if match.node_blocks < node.num_blocks:
+            node = self._split(node, match.node_blocks)
+        self._add_lock(node)
+        return node
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock`. What nobody holds any more becomes evictable, leaf before parent, most recent last."""
+        at: Node | None = node
+        while at is not None and at is not self.root:
+            at.lock_count -= 1
+            if at.lock_count < 0:
+                raise InvariantError("I3: a prefix was unlocked more often than it was locked")
+            if not at.lock_count:
+                self._lru[at] = None
+            at = at.parent
+
+    def _add_lock(self, node: Node) -> None:
+        at: Node | None = node
+        while at is not None and at is not self.root:
+            if not at.lock_count:
+                del self._lru[at]
+            at.lock_count += 1
+            at = at.parent
+
+    def _split(self, lower: Node, blocks: int) -> Node:
+        """
+            parent ── [a b c d] lower         →      parent ── [a b] upper ── [c d] lower
+
+        `lower` keeps its identity, its holders and its place in the LRU order. The new upper part is held by the
+        same requests; when that is none, the caller locks it at once (it must stand behind `lower` in the order).
+        """
+        parent = _parent(lower)
+        cut, keys = blocks * self._stride, blocks * KEY_BYTES
+        upper = Node(parent, lower.scope, lower.tokens[:cut], lower.keys[:keys], lower.block_ids[:blocks])
+        assert parent.children is not None
+        parent.children[upper.keys[:KEY_BYTES]] = upper  # same first block: the sorted first blocks stay as they are
+        lower.parent, lower.tokens, lower.keys = upper, lower.tokens[cut:], lower.keys[keys:]
+        lower.block_ids = lower.block_ids[blocks:]
+        upper.lock_count = lower.lock_count
+        if not upper.lock_count:
+            self._lru[upper] = None
+        self._attach(upper, lower)
+        self.num_nodes += 1
+        return upper
+
+    # ------------------------------------------------------------------ change
+
+    def insert_prefix(
+        self, node: Node, sequence: ScopedTokens, first: int, keys: list[bytes], block_ids: array[int]
+    ) -> Insertion:
+        """Put the full blocks [first, first + len(keys)) below `node`, which the caller has locked.
+
+            node ── [first, first + 1, …]     a part that is there already is not put in twice: the caller gets the
+                                              index's own blocks for it and must use them instead of his (`adopted`)
+
+        The caller's lock moves to `Insertion.node`, the end of the new path. Blocks after a key collision are not
+        inserted (`num_blocks` tells how far it went).
+        """
+        done, adopted = 0, array("i")
+        at = node
+        while done < len(keys):
+            scope, span_end = sequence.span(first + done)
+            count = min(len(keys) - done, span_end - first - done)
+            existing = at.children.get(keys[done]) if at.children else None
+            if existing is None:
+                at = self._append(at, scope, sequence, first + done, keys[done : done + count], block_ids, done)
+                done += count
+                continue
+            start = (first + done) * self._stride
+            stop = start + min(count, existing.num_blocks) * self._stride
+            shared = self._common_blocks(existing.tokens, sequence.packed, start, stop)
+            if existing.scope != scope or not shared:
+                break  # two prefixes with one key: the later one stays outside
+            if shared < existing.num_blocks:
+                existing = self._split(existing, shared)
+            if not existing.lock_count:
+                del self._lru[existing]
+            existing.lock_count += 1
+            # Not just an optimisation: what follows would otherwise hang below blocks that nobody's table holds.
+            adopted += existing.block_ids
+            at, done = existing, done + shared
+        return Insertion(at, done, adopted)
+
+    def _append(
+        self,
+        at: Node,
+        scope: bytes,
+        sequence: ScopedTokens,
+        first: int,
+        keys: list[bytes],
+        block_ids: array[int],
+        offset: int,
+    ) -> Node:
+        """New blocks below `at`: its own run grows if only the caller holds it, else a child is made."""
+        count = len(keys)
+        tokens = bytes(sequence.packed[first * self._stride : (first + count) * self._stride])
+        ids = block_ids[offset : offset + count]
+        self.num_blocks += count
+        if at.lock_count == 1 and not at.children and at.scope == scope:
+            at.tokens += tokens
+            at.keys += b"".join(keys)
+            at.block_ids += ids
+            return at
+        child = Node(at, scope, tokens, b"".join(keys), ids)
+        child.lock_count = 1
+        self._attach(at, child)
+        self.num_nodes += 1
+        return child
+
+    def _attach(self, parent: Node, child: Node) -> None:
+        if parent.children is None or parent.first_blocks is None:
+            parent.children, parent.first_blocks = {}, {}
+        parent.children[child.keys[:KEY_BYTES]] = child
+        insort(parent.first_blocks.setdefault(child.scope, []), child.tokens[: self._stride])
+
+    def evict(self, count: int) -> array[int]:
+        """Let go of up to `count` unlocked blocks, least recently used path first, its tail first."""
+        freed = array("i")
+        while len(freed) < count and self._lru:
+            node = next(iter(self._lru))
+            if node.children:
+                raise InvariantError("I4: a node was to be evicted before its children")
+            take = min(count - len(freed), node.num_blocks)
+            freed += node.block_ids[: -take - 1 : -1]
+            self._remember(node.keys[-take * KEY_BYTES :])
+            if take == node.num_blocks:
+                self._remove_leaf(node)
+            else:
+                node.tokens = node.tokens[: -take * self._stride]
+                node.keys = node.keys[: -take * KEY_BYTES]
+                del node.block_ids[-take:]
+        self.num_blocks -= len(freed)
+        self.num_evicted_blocks += len(freed)
+        return freed
+
+    def _remove_leaf(self, node: Node) -> None:
+        del self._lru[node]
+        parent = _parent(node)
+        assert parent.children is not None
+        assert parent.first_blocks is not None
+        del parent.children[node.keys[:KEY_BYTES]]
+        siblings = parent.first_blocks[node.scope]
+        del siblings[bisect_left(siblings, node.tokens[: self._stride])]
+        if not siblings:
+            del parent.first_blocks[node.scope]
+        node.parent = None  # no cycles: the node is freed here, not by a collector that walks the whole tree
+        self.num_nodes -= 1
+
+    def _remember(self, keys: bytes) -> None:
+        """Ghosts: keys that were here, so that a later miss can say so."""
+        for at in range(0, len(keys), KEY_BYTES):
+            key = keys[at : at + KEY_BYTES]
+            self._ghosts.pop(key, None)
+            self._ghosts[key] = None
+        while len(self._ghosts) > self._max_ghosts:
+            self._ghosts.popitem(last=False)
+
+    # ------------------------------------------------------------------ check
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the root, parents first."""
+        stack = list((self.root.children or {}).values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend((node.children or {}).values())
+
+    def check_integrity(self, ref_count: Callable[[int], int]) -> None:
+        """Walk everything: keys, tokens, locks, order, counts. `ref_count` is the pool's."""
+        seen: set[int] = set()
+        order = {node: place for place, node in enumerate(self._lru)}
+        num_nodes = 0
+        for node in self.nodes():
+            num_nodes += 1
+            self._check_node(node, ref_count, order)
+            if not seen.isdisjoint(node.block_ids):
+                raise InvariantError("I1: a block stands in the index twice")
+            seen.update(node.block_ids)
+        if (num_nodes, len(seen)) != (self.num_nodes, self.num_blocks):
+            raise InvariantError(
+                f"I1: {num_nodes} nodes, {len(seen)} blocks; counted {self.num_nodes}, {self.num_blocks}"
+            )
+        if len(order) != sum(not node.lock_count for node in self.nodes()):
+            raise InvariantError("I4: the eviction order holds a node that is not in the tree")
+
+    def _check_node(self, node: Node, ref_count: Callable[[int], int], order: dict[Node, int]) -> None:
+        parent = _parent(node)
+        count = node.num_blocks
+        if not count or len(node.tokens) != count * self._stride or len(node.keys) != count * KEY_BYTES:
+            raise InvariantError("I2: a node's blocks, tokens and keys do not fit each other")
+        key = parent.last_key
+        for block in range(count):
+            tokens = node.tokens[block * self._stride : (block + 1) * self._stride]
+            key = self._digest(key + node.scope + tokens)
+            if key != node.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]:
+                raise InvariantError("I8: a block's key is not that of its prefix")
+        if any(ref_count(block_id) != node.lock_count for block_id in node.block_ids):
+            raise InvariantError("I3: a node's locks and its blocks' ref_counts differ")
+        if (node in order) != (node.lock_count == 0):
+            raise InvariantError("I4: a node is evictable and locked, or neither")
+        if parent is not self.root and parent.lock_count < node.lock_count:
+            raise InvariantError("I4: a node is held, its parent is not")
+        if node in order and parent in order and order[parent] < order[node]:
+            raise InvariantError("I4: a parent would be evicted before its child")
+        siblings = sorted(c.tokens[: self._stride] for c in (node.children or {}).values())
+        if siblings != sorted(t for group in (node.first_blocks or {}).values() for t in group):
+            raise InvariantError("I8: the children's first blocks are not those listed")
+
+
+@dataclass(slots=True, frozen=True)
+class Insertion:
+    """What became of the blocks given to `insert_prefix`."""
+
+    node: Node  # the end of the path, locked in place of the one that was passed in
+    num_blocks: int  # how many of the given blocks the path now covers
+    adopted: array[int]  # the index's own blocks for the first len(adopted) of them
+
+
+def _parent(node: Node) -> Node:
+    if node.parent is None:
+        raise InvariantError("I4: a node without a parent is in use")
+    return node.parent
+
+
+def _key_before(node: Node, blocks: int) -> bytes:
+    """The key of the `blocks`-th block of a node's run; of the block before the run when that is 0."""
+    if blocks:
+        return node.keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
+    return node.last_key if node.parent is None else node.parent.last_key
+
+
+def _tokens_between(sequence: ScopedTokens, start: int, stop: int) -> bytes:
+    return bytes(sequence.packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
+
+
+def _common_tokens(one: bytes, other: bytes) -> int:
+    """Tokens in the longest common prefix of two packed blocks."""
+    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low * TOKEN_BYTES : middle * TOKEN_BYTES] == other[low * TOKEN_BYTES : middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

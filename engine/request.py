@@ -1,0 +1,92 @@
+"""One request as the scheduler and the KV cache manager see it."""
+
+from __future__ import annotations
+
+from array import array
+from enum import Enum
+
+from engine.prefix_index import Node
+from engine.protocol import PromptAccount, SamplingParams, Submit, unpack_tokens
+from engine.scoped_tokens import ScopedTokens
+
+
+class RequestState(Enum):
+    WAITING = "waiting"  # holds no block
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """A prompt, what has come out so far, and the blocks it holds.
+
+        token_ids     | prompt ................................ | output ...
+        KV            | num_computed_tokens ─────────►|
+        in the index  | num_indexed_blocks · block_size ──►|
+        block_table   [  ][  ][  ][  ][  ][  ][  ][  ][  ]
+
+    `block_table`, `node`, `num_computed_tokens`, `num_indexed_blocks` and the key fields belong to `KVCacheManager`,
+    `state` to `Scheduler`.
+    """
+
+    __slots__ = (
+        "account",
+        "arrival",
+        "awaited_key",
+        "block_table",
+        "indexable",
+        "node",
+        "num_computed_tokens",
+        "num_indexed_blocks",
+        "num_prompt_tokens",
+        "num_resets",
+        "pending_keys",
+        "request_id",
+        "sampling",
+        "seed",
+        "state",
+        "tenant_id",
+        "token_ids",
+        "tokens",
+    )
+
+    def __init__(self, submit: Submit, block_size: int, arrival: int, seed: int) -> None:
+        """`arrival` orders requests; `seed` is used where the client gave none."""
+        self.request_id = submit.request_id
+        self.tenant_id = submit.tenant_id
+        self.sampling: SamplingParams = submit.sampling
+        self.seed = seed if submit.sampling.seed is None else submit.sampling.seed
+        self.arrival = arrival
+        self.tokens = ScopedTokens(block_size, [(segment.tokens, segment.scope) for segment in submit.segments])
+        self.token_ids: list[int] = unpack_tokens(bytes(self.tokens.packed))
+        self.num_prompt_tokens = len(self.token_ids)
+        self.state = RequestState.WAITING
+        self.account: PromptAccount | None = None  # set at first admission, never again
+        self.num_resets = 0  # times a failed integrity check threw it back
+
+        self.block_table: array[int] = array("i")
+        self.num_computed_tokens = 0
+        self.indexable = submit.use_cache
+        self.node: Node | None = None  # the locked end of its path in the index
+        self.num_indexed_blocks = 0
+        self.pending_keys: list[bytes] = []  # keys of full prompt blocks from num_indexed_blocks on
+        self.awaited_key: bytes | None = None  # a block that another request is computing right now
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def append_output(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.tokens.append(token_id)
+
+    def forget_blocks(self) -> None:
+        """Back to holding nothing, without a word to a cache that no longer exists."""
+        self.block_table = array("i")
+        self.num_computed_tokens = self.num_indexed_blocks = 0
+        self.node = None
+        self.pending_keys = []
+        self.awaited_key = None

@@ -1,0 +1,180 @@
+"""Who computes what in the next step.
+
+How to think about this loop. A request is a list of tokens, of which the first `num_computed_tokens` have their KV
+in place; a step moves that number forward. There is no prefill phase and no decode phase: a request in decode lacks
+one token, a fresh one lacks its prompt, a preempted one lacks prompt and output. Each step:
+
+    1. Running requests that lack one token get it: decoding never waits for anybody's prompt.
+    2. Running requests that lack more get a chunk, cut at absolute multiples of `prefill_chunk_size`, so that a
+       prompt is cut alike whatever part of it was cached.
+    3. Waiting requests are admitted in order of arrival while tokens, sequences and blocks allow.
+    4. Whenever blocks run out, the request that arrived last is preempted: it gives its blocks back (full ones stay
+       in the index) and waits at its old place. The oldest request is never preempted for another, and it fits into
+       the pool alone (the engine checks that on arrival), so it always finishes: no livelock.
+
+A request whose next block is being computed by another one steps aside (`is_awaiting`) and is admitted when that
+block is there: a burst of one prompt is computed once.
+
+Two alternatives rejected: prefill steps that exclude decoding (every prompt then stalls every stream), and chunks
+that fill the budget exactly (the same prompt would be cut elsewhere each time, and its KV differ in the last bits).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from engine.batch import BlockCopy, ScheduledSequence, SchedulerOutput
+from engine.errors import InvariantError
+from engine.kv_cache_manager import KVCacheManager
+from engine.request import Request, RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    max_num_seqs: int  # sequences in a step
+    token_budget: int  # new tokens in a step; at least the chunk size
+    prefill_chunk_size: int
+
+
+class Scheduler:
+    """Owns `waiting` and `running`, both in order of arrival."""
+
+    def __init__(self, limits: SchedulerLimits, manager: KVCacheManager) -> None:
+        if limits.token_budget < limits.prefill_chunk_size:
+            raise ValueError("the token budget is smaller than a prefill chunk")
+        self.limits = limits
+        self.manager = manager
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    def add(self, request: Request) -> None:
+        request.state = RequestState.WAITING
+        insort(self.waiting, request, key=lambda r: r.arrival)
+
+    def finish(self, request: Request) -> None:
+        """Out of the scheduler, blocks given back, whatever state it was in."""
+        self._queue_of(request).remove(request)
+        request.state = RequestState.FINISHED
+        self.manager.free(request)
+
+    def _queue_of(self, request: Request) -> list[Request]:
+        return self.running if request.state is RequestState.RUNNING else self.waiting
+
+    # ------------------------------------------------------------------ one step
+
+    def schedule(self) -> SchedulerOutput:
+        step = _Step(self.limits.token_budget)
+        preemptions = self.num_preemptions
+        for request in self.running[:]:
+            if _lacks(request) == 1:
+                self._schedule_running(request, step)
+        for request in self.running[:]:
+            if _lacks(request) > 1:
+                self._schedule_running(request, step)
+        if self.num_preemptions == preemptions:  # what was just taken from a running request is not handed out anew
+            self._admit_waiting(step)
+        return step.output()
+
+    def _schedule_running(self, request: Request, step: _Step) -> None:
+        if request.state is not RequestState.RUNNING:
+            return  # preempted by an older request of this very step
+        count = self._chunk(request)
+        if count > step.budget:
+            return
+        while not self.manager.allocate_slots(request, count):
+            victim = self.running[-1]
+            self._preempt(victim, step)
+            if victim is request:
+                return
+        step.add(request, count)
+
+    def _chunk(self, request: Request) -> int:
+        """New tokens up to the next absolute multiple of the chunk size, or to the end."""
+        start, chunk = request.num_computed_tokens, self.limits.prefill_chunk_size
+        return min(request.num_tokens, (start // chunk + 1) * chunk) - start
+
+    def _preempt(self, victim: Request, step: _Step) -> None:
+        if len(self.running) == 1:
+            raise InvariantError(f"I1: request {victim.request_id} does not fit into the pool alone")
+        self.running.remove(victim)
+        self.manager.free(victim)
+        step.drop(victim)
+        self.num_preemptions += 1
+        self.add(victim)
+
+    # ------------------------------------------------------------------ admission
+
+    def _admit_waiting(self, step: _Step) -> None:
+        for request in self.waiting[:]:
+            if step.budget <= 0 or len(self.running) >= self.limits.max_num_seqs:
+                return
+            if self.manager.is_still_awaiting(request):
+                continue
+            if not self._admit(request, step):
+                return
+
+    def _admit(self, request: Request, step: _Step) -> bool:
+        """Start a request; False when it (and with it everyone behind it) has to wait for room."""
+        match = self.manager.get_computed_blocks(request)
+        if self.manager.is_awaiting(request, match):
+            return True
+        if not self.manager.can_admit(request, match, reserve=len(self.running)):
+            return False
+        first = match.num_tokens if match else 0
+        chunk = self.limits.prefill_chunk_size
+        if min(request.num_tokens, (first // chunk + 1) * chunk) - first > step.budget:
+            return False
+        copy = self.manager.admit(request, match)
+        count = self._chunk(request)
+        if count > step.budget or not self.manager.allocate_slots(request, count):
+            self.manager.free(request)  # a copy that found no room made the chunk longer
+            return False
+        self.waiting.remove(request)
+        request.state = RequestState.RUNNING
+        insort(self.running, request, key=lambda r: r.arrival)
+        if copy is not None:
+            step.copies[request.request_id] = copy
+        step.add(request, count)
+        return True
+
+
+class _Step:
+    """A step being put together."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.counts: dict[Request, int] = {}
+        self.copies: dict[str, BlockCopy] = {}
+
+    def add(self, request: Request, count: int) -> None:
+        self.counts[request] = count
+        self.budget -= count
+
+    def drop(self, request: Request) -> None:
+        self.budget += self.counts.pop(request, 0)
+        self.copies.pop(request.request_id, None)
+
+    def output(self) -> SchedulerOutput:
+        sequences = [_sequence(request, count) for request, count in self.counts.items()]
+        return SchedulerOutput(sequences, list(self.copies.values()))
+
+
+def _lacks(request: Request) -> int:
+    """Tokens whose KV is not in place yet."""
+    return request.num_tokens - request.num_computed_tokens
+
+
+def _sequence(request: Request, count: int) -> ScheduledSequence:
+    return ScheduledSequence(
+        request_id=request.request_id,
+        token_ids=request.token_ids,
+        num_computed=request.num_computed_tokens,
+        num_new=count,
+        block_table=request.block_table,
+        sampling=request.sampling,
+        seed=request.seed,
+        num_prompt_tokens=request.num_prompt_tokens,
+        sample=request.num_computed_tokens + count == request.num_tokens,
+    )

@@ -1,0 +1,77 @@
+"""A sequence's tokens together with who may share them.
+
+    tokens   | system prompt ........ | document ........ | question .. | output ...
+    spans    | public               12| tenant A                          (open end)
+    blocks   [ 0  ][ 1  ][ 2  ][ 3  ][ 4  ] ...
+                            └── holds the first private token: its scope is tenant A
+
+A block's scope is that of its last token. Scopes only narrow along a prompt, so that is the narrowest of every
+token up to the block's end. Output takes the prompt's last scope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from engine.errors import InvalidRequestError
+from engine.protocol import pack_tokens
+
+SCOPE_BYTES = 16
+TOKEN_BYTES = 4
+
+
+class ScopedTokens:
+    """Token ids, packed, and the scope of each block. Grows at its end only."""
+
+    __slots__ = ("_end_blocks", "_scopes", "block_size", "packed", "stride")
+
+    def __init__(self, block_size: int, spans: Iterable[tuple[bytes, bytes]]) -> None:
+        """`spans`: (packed tokens, scope), in prompt order; adjacent spans of one scope are joined."""
+        self.block_size = block_size
+        self.stride = block_size * TOKEN_BYTES  # bytes of tokens in a block
+        self.packed = bytearray()
+        self._scopes: list[bytes] = []
+        self._end_blocks: list[int] = []  # [i]: the first block beyond span i
+        for tokens, scope in spans:
+            if len(scope) != SCOPE_BYTES:
+                raise InvalidRequestError(f"a scope must have {SCOPE_BYTES} bytes, not {len(scope)}", param="segments")
+            self.packed += tokens
+            if self._scopes and self._scopes[-1] == scope:
+                self._end_blocks.pop()
+            elif scope in self._scopes:
+                raise InvalidRequestError("a prompt's scopes may only narrow; one came back", param="segments")
+            else:
+                self._scopes.append(scope)
+            self._end_blocks.append(len(self.packed) // self.stride)
+        if not self.packed:
+            raise InvalidRequestError("the prompt has no tokens", param="messages")
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], scope: bytes, block_size: int) -> ScopedTokens:
+        """All tokens under one scope."""
+        return cls(block_size, [(pack_tokens(token_ids), scope)])
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.packed) // TOKEN_BYTES
+
+    def append(self, token_id: int) -> None:
+        self.packed += token_id.to_bytes(TOKEN_BYTES, "little")
+
+    def span(self, block: int) -> tuple[bytes, int]:
+        """The scope of a block, and the first block beyond it that has another scope (or lies past any end)."""
+        for scope, end in zip(self._scopes[:-1], self._end_blocks, strict=False):
+            if block < end:
+                return scope, end
+        return self._scopes[-1], _NO_END
+
+    def scopes_up_to(self, block: int) -> list[bytes]:
+        """The scopes this sequence may read at a block: its own there, and every wider one before."""
+        last = self.span(block)[0]
+        return self._scopes[: self._scopes.index(last) + 1]
+
+    def block_tokens(self, block: int) -> bytes:
+        return bytes(self.packed[block * self.stride : (block + 1) * self.stride])
+
+
+_NO_END = 1 << 62

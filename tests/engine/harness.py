@@ -1,0 +1,134 @@
+"""An engine over the fake device, small enough to see every block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from engine.engine import LLMEngine
+from engine.protocol import Delta, EngineInfo, Failure, PromptAccount, SamplingParams, Segment, SegmentKind, Submit
+from engine.settings import EngineSettings
+from tests.engine.fake_runner import FakeRunner
+
+VOCAB = 256
+EOS = 255
+SCOPE_A = b"tenant-a--------"
+SCOPE_B = b"tenant-b--------"
+PUBLIC = b"public----------"
+
+
+def word_tokenizer() -> Tokenizer:
+    """Token i is the word "wi" and a space: text and tokens can be told from each other by eye."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i} ": i for i in range(VOCAB)}, unk_token="w0 "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def engine_info(num_blocks: int, block_size: int, max_model_len: int) -> EngineInfo:
+    return EngineInfo(
+        protocol_version=1,
+        incarnation="test",
+        model="fake",
+        created=0,
+        fingerprint="00" * 16,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        eos_token_ids=(EOS,),
+        vocab_size=VOCAB,
+        dtype="none",
+        device="none",
+        tokenizer_json=word_tokenizer().to_str().encode(),
+        chat_template="",
+        special_tokens={},
+    )
+
+
+class Harness:
+    """Submits token lists, steps, collects what each request got. Poisons every free block after every step."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        token_budget: int = 32,
+        chunk: int = 16,
+        caching: bool = True,
+    ) -> None:
+        settings = EngineSettings(
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=token_budget,
+            prefill_chunk_size=chunk,
+            enable_prefix_caching=caching,
+        )
+        self.runner = FakeRunner(num_blocks, block_size, VOCAB - 1)  # never draws EOS
+        self.engine = LLMEngine(engine_info(num_blocks, block_size, num_blocks * block_size), settings, self.runner)
+        self.texts: dict[str, str] = {}
+        self.accounts: dict[str, PromptAccount] = {}
+        self.finished: dict[str, str] = {}
+        self.failures: dict[str, Failure] = {}
+        self._names = 0
+
+    @property
+    def manager(self):  # noqa: ANN201
+        return self.engine.scheduler.manager
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        scope: bytes = SCOPE_A,
+        *,
+        public: int = 0,
+        use_cache: bool = True,
+        name: str = "",
+    ) -> str:
+        """The first `public` tokens are in the public scope, the rest in `scope`."""
+        self._names += 1
+        name = name or f"r{self._names}"
+        parts = [(prompt[:public], PUBLIC, SegmentKind.SYSTEM), (prompt[public:], scope, SegmentKind.QUESTION)]
+        segments = tuple(Segment.of(kind, part, who) for part, who, kind in parts if part)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        self.engine.add_request(
+            Submit(request_id=name, tenant_id="t", segments=segments, sampling=sampling, use_cache=use_cache)
+        )
+        return name
+
+    def step(self) -> list[Delta | Failure]:
+        messages = self.engine.step()
+        for message in messages:
+            if isinstance(message, Failure):
+                self.failures[message.request_id] = message
+                continue
+            self.texts[message.request_id] = self.texts.get(message.request_id, "") + message.text
+            if message.account is not None:
+                assert message.request_id not in self.accounts, "an account came twice"
+                self.accounts[message.request_id] = message.account
+            if message.finish_reason is not None:
+                self.finished[message.request_id] = message.finish_reason
+        self.runner.poison(self.manager.pool.free_list)
+        return messages
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.engine.has_work():
+                return
+            self.step()
+        raise AssertionError(f"still busy after {max_steps} steps: no progress")
+
+    def generate(self, prompt: Sequence[int], max_tokens: int = 4, scope: bytes = SCOPE_A, **options: int) -> list[int]:
+        """One request alone, to its end."""
+        name = self.submit(prompt, max_tokens, scope, **options)  # type: ignore[arg-type]
+        self.run()
+        return self.tokens_of(name)
+
+    def tokens_of(self, name: str) -> list[int]:
+        return [int(word[1:]) for word in self.texts[name].split()]
+
+    def check(self) -> None:
+        self.manager.check_integrity(self.engine.scheduler.running)
+        assert self.engine.stats().num_integrity_failures == 0

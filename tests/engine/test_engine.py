@@ -1,0 +1,360 @@
+"""The engine over the fake device: I6, I7, I10, recovery, and a state machine of everything at once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.errors import ContextLengthExceededError, InvalidRequestError, InvariantError, OverloadedError
+from engine.kv_cache_manager import KVCacheManager
+from engine.protocol import SamplingParams, Segment, SegmentKind, Submit
+from engine.request import Request
+from engine.sampler import NonFiniteLogitsError
+from tests.engine.fake_runner import expected_output
+from tests.engine.harness import EOS, SCOPE_A, SCOPE_B, VOCAB, Harness
+
+
+def expect(prompt: list[int], count: int) -> list[int]:
+    return expected_output(prompt, count, VOCAB - 1)
+
+
+def submit_of(prompt: list[int], name: str = "x", **sampling: object) -> Submit:
+    params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    segment = Segment.of(SegmentKind.QUESTION, prompt, SCOPE_A)
+    return Submit(request_id=name, tenant_id="t", segments=(segment,), sampling=params)
+
+
+@pytest.mark.parametrize("length", range(1, 14))
+def test_i7_cold_warm_and_longer_prompts_give_the_text_of_no_cache_at_all(length: int) -> None:
+    harness = Harness()
+    prompt = list(range(length))
+    for _ in range(2):
+        assert harness.generate(prompt, 6) == expect(prompt, 6)
+    longer = [*prompt, 77, 78]
+    assert harness.generate(longer, 6) == expect(longer, 6)
+    harness.check()
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_i6_a_prompt_of_whole_blocks_that_is_fully_cached_computes_one_token(blocks: int) -> None:
+    """nano-vllm#144, #211: zero query tokens and a crash."""
+    harness = Harness(block_size=4)
+    prompt = list(range(4 * blocks))
+    harness.generate(prompt)
+    before = harness.runner.num_computed_tokens
+    name = harness.submit(prompt, max_tokens=1)
+    harness.run()
+    assert harness.runner.num_computed_tokens - before == 1
+    assert harness.accounts[name].num_cached_tokens == len(prompt) - 1
+    assert harness.tokens_of(name) == expect(prompt, 1)
+
+
+def test_what_a_first_answer_wrote_is_cached_for_the_next_turn() -> None:
+    harness = Harness()
+    prompt = list(range(10))
+    answer = harness.generate(prompt, 8)
+    follow_up = [*prompt, *answer, 50, 51]
+    name = harness.submit(follow_up)
+    harness.run()
+    assert harness.accounts[name].num_cached_tokens >= (len(prompt) + len(answer) - 1) // 4 * 4
+    assert harness.tokens_of(name) == expect(follow_up, 4)
+
+
+def test_i5_through_the_engine_the_same_prompt_of_another_tenant_is_cold() -> None:
+    harness = Harness()
+    prompt = list(range(30))
+    names = [harness.submit(prompt, scope=scope, name=str(i)) for i, scope in enumerate([SCOPE_A, SCOPE_B])]
+    harness.run()
+    repeat = harness.submit(prompt, scope=SCOPE_A)
+    harness.run()
+    assert [harness.accounts[name].num_cached_tokens for name in names] == [0, 0]
+    assert harness.accounts[names[1]].cold == harness.accounts[names[1]].num_prompt_tokens - 2
+    assert harness.accounts[repeat].num_cached_tokens == 29
+
+
+def test_a_public_system_prompt_is_shared_by_tenants() -> None:
+    harness = Harness()
+    system, mine, theirs = list(range(12)), [20, 21, 22, 23, 24], [30, 31]
+    harness.generate([*system, *mine], scope=SCOPE_A, public=12)
+    name = harness.submit([*system, *theirs], scope=SCOPE_B, public=12)
+    harness.run()
+    assert harness.accounts[name].num_cached_tokens == 12
+    assert harness.tokens_of(name) == expect([*system, *theirs], 4)
+
+
+def test_use_cache_false_neither_finds_nor_leaves_anything() -> None:
+    harness = Harness()
+    prompt = list(range(20))
+    name = harness.submit(prompt, use_cache=False)
+    harness.run()
+    assert harness.manager.counts().cached == 0
+    assert harness.accounts[name].disabled == 20
+    harness.generate(prompt)
+    again = harness.submit(prompt, use_cache=False)
+    harness.run()
+    assert harness.accounts[again].num_cached_tokens == 0
+
+
+def test_the_account_sums_to_the_prompt_and_is_taken_once_under_preemption() -> None:
+    """vllm#25780, sglang#11900: recomputation counted as hits, cached above prompt."""
+    rng = random.Random(3)
+    harness = Harness(num_blocks=12, block_size=4, token_budget=64, chunk=32)
+    prompts = {harness.submit(p, max_tokens=12): p for p in ([rng.randrange(255) for _ in range(9)] for _ in range(6))}
+    harness.run()
+    assert harness.engine.stats().num_preemptions > 0
+    for name, prompt in prompts.items():
+        account = harness.accounts[name]
+        assert account.num_prompt_tokens == len(prompt)
+        assert account.num_cached_tokens == 0
+        assert harness.tokens_of(name) == expect(prompt, 12)
+    assert harness.engine.stats().num_cached_tokens == 0
+
+
+def test_an_evicted_prompt_is_computed_again_and_says_so() -> None:
+    harness = Harness(num_blocks=8, block_size=4)
+    harness.generate(list(range(20)), 1)
+    harness.generate(list(range(100, 130)), 1)
+    name = harness.submit(list(range(20)), 2)
+    harness.run()
+    assert harness.accounts[name].evicted > 0
+    assert harness.tokens_of(name) == expect(list(range(20)), 2)
+
+
+# ---------------------------------------------------------------------- the end of a request
+
+
+def test_it_stops_at_an_end_token_unless_told_to_ignore_it() -> None:
+    harness = Harness()
+    harness.runner.vocab_size = VOCAB
+    prompt = next(p for p in ([n] for n in range(5000)) if EOS in expected_output(p[:1], 6, VOCAB)[:6] and p[0] < 255)
+    out = expected_output(prompt, 6, VOCAB)
+    harness.engine.add_request(submit_of(prompt, "stops", max_tokens=6))
+    harness.engine.add_request(submit_of(prompt, "ignores", max_tokens=6, ignore_eos=True))
+    harness.run()
+    assert harness.tokens_of("stops") == out[: out.index(EOS)]
+    assert (harness.finished["stops"], harness.finished["ignores"]) == ("stop", "length")
+
+
+def test_a_stop_string_ends_the_text_before_it() -> None:
+    harness = Harness()
+    out = expect([1, 2, 3], 6)
+    harness.engine.add_request(submit_of([1, 2, 3], max_tokens=6, stop=(f"w{out[3]} ",)))
+    harness.run()
+    assert (harness.tokens_of("x"), harness.finished["x"]) == (out[:3], "stop")
+
+
+def test_it_ends_at_the_context_length() -> None:
+    harness = Harness(num_blocks=4, block_size=4)
+    assert len(harness.generate(list(range(12)), 100)) == 4
+    assert set(harness.finished.values()) == {"length"}
+
+
+def test_a_prompt_that_is_too_long_names_both_numbers_and_leaves_nothing() -> None:
+    """mini-sglang: dropped with a log line while its client waits."""
+    harness = Harness(num_blocks=4, block_size=4)
+    with pytest.raises(ContextLengthExceededError, match=r"16 tokens.*holds 16"):
+        harness.submit(list(range(16)))
+    assert not harness.engine.has_work()
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**31 - 1])
+def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+    with pytest.raises(InvalidRequestError, match="vocabulary"):
+        Harness().submit([1, token])
+
+
+def test_a_request_id_in_use_and_a_full_queue_are_refused() -> None:
+    harness = Harness()
+    harness.submit([1], name="same")
+    with pytest.raises(InvalidRequestError, match="in use"):
+        harness.submit([2], name="same")
+    with pytest.raises(OverloadedError):
+        for _ in range(2000):
+            harness.submit([3])
+    harness.run()
+    assert harness.tokens_of("same") == expect([1], 4)
+
+
+# ---------------------------------------------------------------------- what can go wrong
+
+
+def test_a_failing_step_ends_its_requests_and_the_next_ones_are_right() -> None:
+    harness = Harness(max_num_seqs=2)
+    prompt = list(range(20))
+    harness.generate(prompt, 2)
+    doomed = [harness.submit([*prompt, n], max_tokens=8) for n in (40, 41)]
+    waiting = harness.submit([*prompt, 42], max_tokens=8)
+    harness.step()
+    harness.runner.fail_next = RuntimeError("device lost its mind")
+    harness.run()
+    assert {harness.failures[name].code for name in doomed} == {"engine_step_failed"}
+    assert "mind" not in harness.failures[doomed[0]].message
+    assert harness.tokens_of(waiting) == expect([*prompt, 42], 8)
+    assert harness.engine.stats().num_step_failures == 1
+    assert harness.engine.stats().num_active_blocks == 0
+    harness.check()
+
+
+def test_a_row_without_finite_logits_ends_alone() -> None:
+    harness = Harness()
+    names = [harness.submit([n], max_tokens=5) for n in (1, 2, 3)]
+    harness.step()
+    harness.runner.fail_next = NonFiniteLogitsError([1])
+    harness.run()
+    assert list(harness.failures) == [names[1]]
+    for name, token in ((names[0], 1), (names[2], 3)):
+        assert harness.tokens_of(name) == expect([token], 5)
+    harness.check()
+
+
+def test_drift_is_noticed_counted_and_repaired_and_requests_go_on() -> None:
+    """sglang#35270: accounting off by a page ended a healthy idle server."""
+    harness = Harness()
+    name = harness.submit(list(range(9)), max_tokens=10)
+    harness.step()
+    harness.step()
+    harness.manager.pool.allocate(1)
+    assert not harness.engine.check_integrity()
+    harness.run()
+    assert harness.tokens_of(name) == expect(list(range(9)), 10)
+    assert harness.engine.check_integrity()
+    stats = harness.engine.stats()
+    assert (stats.num_integrity_failures, stats.num_free_blocks + stats.num_cached_blocks) == (1, stats.num_blocks)
+
+
+@pytest.mark.parametrize("call", range(1, 8))
+def test_an_invariant_that_breaks_in_a_step_loses_no_text(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness()
+    calls = iter(range(1, 1000))
+    original = KVCacheManager.cache_blocks
+
+    def break_once(manager: KVCacheManager, request: Request) -> None:
+        if next(calls) == call:
+            raise InvariantError("I2: just this once")
+        original(manager, request)
+
+    monkeypatch.setattr(KVCacheManager, "cache_blocks", break_once)
+    names = [harness.submit([n, n + 1], max_tokens=8) for n in (1, 20, 40)]
+    harness.run()
+    assert harness.engine.stats().num_integrity_failures == 1
+    for name, token in zip(names, (1, 20, 40), strict=True):
+        assert harness.tokens_of(name) == expect([token, token + 1], 8)
+
+
+def test_an_abort_that_finds_the_bookkeeping_broken_still_ends_the_request() -> None:
+    harness = Harness()
+    names = [harness.submit([n, n + 1], max_tokens=8) for n in (1, 20)]
+    harness.step()
+    victim = next(r for r in harness.engine.scheduler.running if r.request_id == names[1])
+    harness.manager.pool.release(victim.block_table)
+    assert harness.engine.abort_request(names[1])
+    harness.run()
+    assert harness.engine.stats().num_integrity_failures == 1
+    assert harness.tokens_of(names[0]) == expect([1, 2], 8)
+    assert harness.engine.check_integrity()
+
+
+def test_an_invariant_that_keeps_breaking_ends_the_request_instead_of_looping(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness()
+
+    def broken(*args: object) -> None:
+        raise InvariantError("I1: always")
+
+    monkeypatch.setattr("engine.kv_cache_manager.KVCacheManager.cache_blocks", broken)
+    name = harness.submit([1, 2, 3])
+    harness.run(max_steps=10)
+    assert harness.failures[name].code == "engine_step_failed"
+    monkeypatch.undo()
+    assert harness.generate([1, 2, 3]) == expect([1, 2, 3], 4)
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_i10_an_abort_in_any_phase_gives_everything_back(steps: int) -> None:
+    """LMCache#3688, sglang#36475: a disconnect leaked blocks or corrupted the next request."""
+    harness = Harness(num_blocks=16, block_size=4, token_budget=16, chunk=8)
+    keep = list(range(60, 70))
+    harness.submit(keep, max_tokens=6, name="keep")
+    harness.submit(list(range(30)), max_tokens=20, name="gone")
+    harness.submit(list(range(30)), max_tokens=3, name="follower")
+    for _ in range(steps):
+        harness.step()
+    harness.engine.abort_request("gone")
+    harness.check()
+    harness.run()
+    assert harness.tokens_of("keep") == expect(keep, 6)
+    assert harness.tokens_of("follower") == expect(list(range(30)), 3)
+    assert harness.manager.counts().active == 0
+    assert not harness.engine.abort_request("gone")
+    harness.check()
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Submissions, aborts, failing steps and steps in any order, in a pool that is too small, with freed blocks
+    poisoned: every finished text is that of no cache at all, and every count comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.harness = Harness(num_blocks=14, block_size=4, token_budget=24, chunk=8, max_num_seqs=4)
+        self.prompts: dict[str, tuple[list[int], int]] = {}
+
+    @rule(
+        head=st.sampled_from([0, 5, 8, 17]),
+        tail=st.lists(st.integers(0, 2), min_size=1, max_size=9),
+        max_tokens=st.integers(1, 16),
+        scope=st.sampled_from([SCOPE_A, SCOPE_B]),
+        public=st.sampled_from([0, 6]),
+        use_cache=st.booleans(),
+    )
+    def submit(
+        self, head: int, tail: list[int], max_tokens: int, scope: bytes, public: int, use_cache: bool
+    ) -> None:
+        prompt = [*range(100, 100 + head), *tail]
+        name = self.harness.submit(
+            prompt, max_tokens, scope, public=min(public, len(prompt) - 1), use_cache=use_cache or tail[0] > 0
+        )
+        self.prompts[name] = (prompt, max_tokens)
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.harness.step()
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.prompts)))
+        if name not in self.harness.finished:
+            self.harness.engine.abort_request(name)
+            del self.prompts[name]
+
+    @rule()
+    def fail_a_step(self) -> None:
+        self.harness.runner.fail_next = RuntimeError("now and then")
+        self.harness.step()
+        self.harness.runner.fail_next = None
+
+    @invariant()
+    def i1_to_i4(self) -> None:
+        self.harness.check()
+
+    def teardown(self) -> None:
+        self.harness.run()
+        for name, (prompt, max_tokens) in self.prompts.items():
+            if name in self.harness.failures:
+                assert self.harness.failures[name].code == "engine_step_failed"
+                continue
+            count = min(max_tokens, 14 * 4 - len(prompt))
+            assert self.harness.tokens_of(name) == expect(prompt, count)
+            account = self.harness.accounts[name]
+            assert account.num_prompt_tokens == len(prompt)
+            assert account.num_cached_tokens < len(prompt)
+        assert self.harness.manager.counts().active == 0
+        self.harness.check()
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -1,0 +1,132 @@
+"""Scheduling and block tables with exact block ids, over the fake device."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.kv_cache_manager import KVCacheManager
+from engine.request import Request
+from engine.scheduler import Scheduler, SchedulerLimits
+from tests.engine.fake_runner import expected_output
+from tests.engine.harness import Harness
+
+
+def tables(harness: Harness) -> dict[str, list[int]]:
+    return {request.request_id: list(request.block_table) for request in harness.engine.scheduler.running}
+
+
+def kv_slots(request: Request) -> int:
+    return request.num_computed_tokens
+
+
+def test_the_paged_attention_paper_example_block_for_block() -> None:
+    """100 blocks of 10 slots, prompts of 8, 5, 12 and 9 tokens, then decode step by step."""
+    harness = Harness(num_blocks=100, block_size=10, token_budget=64, chunk=64)
+    for name, length in (("A", 8), ("B", 5), ("C", 12), ("D", 9)):
+        harness.submit([ord(name)] * length, max_tokens=20, name=name)
+    harness.step()
+    assert tables(harness) == {"A": [0], "B": [1], "C": [2, 3], "D": [4]}
+    assert harness.manager.pool.free_list == list(range(5, 100))
+    harness.step()
+    assert tables(harness) == {"A": [0], "B": [1], "C": [2, 3], "D": [4]}
+    harness.step()
+    assert tables(harness) == {"A": [0], "B": [1], "C": [2, 3], "D": [4, 5]}
+    harness.step()
+    assert tables(harness) == {"A": [0, 6], "B": [1], "C": [2, 3], "D": [4, 5]}
+    for _ in range(12):
+        harness.step()
+        for request in harness.engine.scheduler.running:
+            waste = len(request.block_table) * 10 - request.num_computed_tokens
+            assert 0 <= waste <= 9
+    harness.check()
+
+
+def test_a_long_prompt_is_cut_at_absolute_multiples_of_the_chunk_whatever_was_cached() -> None:
+    """The cached part ends at token 20 of 70; the cuts are at 32 and 64 all the same."""
+    harness = Harness(num_blocks=64, block_size=4, token_budget=64, chunk=32)
+    harness.generate(list(range(20)), max_tokens=1)
+    harness.runner.outputs.clear()
+    harness.generate([*range(20), *range(100, 150)], max_tokens=1)
+    cuts = [(s.num_computed, s.end) for output in harness.runner.outputs for s in output.sequences]
+    assert cuts == [(20, 32), (32, 64), (64, 70)]
+
+
+def test_decoding_goes_on_while_a_long_prompt_is_prefilled() -> None:
+    harness = Harness(num_blocks=64, block_size=4, token_budget=17, chunk=16)
+    harness.submit([1, 2, 3], max_tokens=30, name="stream")
+    harness.step()
+    harness.submit(list(range(100, 180)), max_tokens=1, name="long")
+    for _ in range(5):
+        before = len(harness.tokens_of("stream"))
+        harness.step()
+        assert len(harness.tokens_of("stream")) == before + 1
+    assert "long" in harness.finished
+
+
+def test_no_step_exceeds_the_token_budget_or_the_sequence_limit() -> None:
+    harness = Harness(num_blocks=256, block_size=4, max_num_seqs=3, token_budget=20, chunk=16)
+    for number in range(8):
+        harness.submit(list(range(number * 20, number * 20 + 18)), max_tokens=6)
+    harness.run()
+    for output in harness.runner.outputs:
+        assert sum(sequence.num_new for sequence in output.sequences) <= 20
+        assert len(output.sequences) <= 3
+    assert len(harness.finished) == 8
+
+
+def test_a_burst_of_one_prompt_is_prefilled_once() -> None:
+    """vllm#9643: followers wait for the leader; the prompt is computed about once."""
+    harness = Harness(num_blocks=256, block_size=4, token_budget=256, chunk=64, max_num_seqs=8)
+    prompt = list(range(100))
+    names = [harness.submit(prompt, max_tokens=1) for _ in range(8)]
+    harness.run()
+    assert harness.runner.num_computed_tokens == 100 + 7
+    assert [harness.accounts[name].num_cached_tokens for name in names] == [0] + [99] * 7
+    assert len({tuple(harness.tokens_of(name)) for name in names}) == 1
+
+
+def test_a_follower_starts_as_soon_as_the_shared_part_is_there() -> None:
+    harness = Harness(num_blocks=256, block_size=4, token_budget=64, chunk=16, max_num_seqs=8)
+    harness.submit(list(range(100)), max_tokens=1, name="leader")
+    harness.step()
+    harness.submit([*range(24), *range(200, 220)], max_tokens=1, name="follower")
+    harness.step()
+    assert "follower" not in tables(harness)
+    harness.step()
+    assert "follower" in {**tables(harness), **harness.finished}
+    harness.run()
+    assert harness.accounts["follower"].num_cached_tokens == 24
+
+
+def test_a_follower_goes_its_own_way_when_the_leader_is_aborted() -> None:
+    harness = Harness(num_blocks=256, block_size=4, token_budget=64, chunk=16)
+    harness.submit(list(range(100)), max_tokens=1, name="leader")
+    harness.step()
+    harness.submit(list(range(100)), max_tokens=2, name="follower")
+    harness.step()
+    assert harness.engine.abort_request("leader")
+    harness.run()
+    assert harness.tokens_of("follower") == expected_output(range(100), 2, 255)
+    harness.check()
+
+
+def test_the_request_that_arrived_last_is_preempted_and_waits_at_its_old_place() -> None:
+    harness = Harness(num_blocks=8, block_size=4, token_budget=64, chunk=32, max_num_seqs=4)
+    prompts = {name: [base, base + 1, base + 2, base + 3, base + 4, base + 5] for name, base in (("a", 0), ("b", 50))}
+    for name, prompt in prompts.items():
+        harness.submit(prompt, max_tokens=14, name=name)
+    harness.submit([90, 91], max_tokens=1, name="c")
+    order: list[str] = []
+    while harness.engine.has_work():
+        harness.step()
+        order += [name for name in harness.finished if name not in order]
+    assert harness.engine.stats().num_preemptions > 0
+    assert order.index("a") < order.index("b")
+    for name, prompt in prompts.items():
+        assert harness.tokens_of(name) == expected_output(prompt, 14, 255)
+    harness.check()
+
+
+def test_a_budget_below_the_chunk_is_refused_because_such_a_prompt_would_never_start() -> None:
+    with pytest.raises(ValueError, match="chunk"):
+        Scheduler(SchedulerLimits(4, 8, 16), KVCacheManager(4, 4, bytes(16), 8, True))
