@@ -72,6 +72,11 @@ def gemma_decoder() -> decoders.Decoder:
     return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 
 
+def late_replace_decoder() -> decoders.Decoder:
+    """Replaced too early, "<" would destroy the byte tokens."""
+    return decoders.Sequence([decoders.ByteFallback(), decoders.Replace("<", "("), decoders.Fuse()])
+
+
 BYTE_LEVEL = byte_level_tokenizer()
 TOKENIZERS = {
     "byte-level": BYTE_LEVEL,
@@ -80,6 +85,7 @@ TOKENIZERS = {
     "llama": byte_fallback_tokenizer(llama_decoder()),
     "fused-first": byte_fallback_tokenizer(fused_first_decoder()),
     "gemma": byte_fallback_tokenizer(gemma_decoder()),
+    "late-replace": byte_fallback_tokenizer(late_replace_decoder()),
 }
 
 every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
@@ -134,13 +140,17 @@ def test_any_token_ids_join_to_the_tokenizers_own_decoding(token_ids: list[int])
     assert "".join(deltas(detokenizer_of(BYTE_LEVEL), token_ids)) == BYTE_LEVEL.decode(token_ids)
 
 
-@pytest.mark.parametrize("name", ["metaspace", "metaspace-never"])
+SENTENCEPIECE = ["metaspace", "metaspace-never", "llama", "fused-first", "gemma"]
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECE)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_metaspace_token_ids_join_to_the_tokenizers_own_decoding(name: str, data: st.DataObject) -> None:
-    """A special token in front must not use up the rule for the first token."""
+def test_any_sentencepiece_token_ids_join_to_the_tokenizers_own_decoding(name: str, data: st.DataObject) -> None:
+    """Only the head of the text loses its space, and a special token in front is not the head."""
     tokenizer = TOKENIZERS[name]
-    token_ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 2), max_size=20))
+    vocab = sorted(token_id for token, token_id in tokenizer.get_vocab().items() if not token.startswith("<0x"))
+    token_ids = data.draw(st.lists(st.sampled_from([*vocab, len(vocab) + 1000]), max_size=20))
     assert "".join(deltas(detokenizer_of(tokenizer), token_ids)) == tokenizer.decode(token_ids)
 
 
@@ -177,8 +187,8 @@ def test_only_what_may_still_become_a_match_is_held_back(text: str, stops: list[
         so_far = text[: index + 1]
         matches = [stop for stop in stops if so_far.endswith(stop)]
         if matches and index >= honoured_from:
-            assert detokenizer.stopped == max(matches, key=len)
-            assert sent == so_far.removesuffix(detokenizer.stopped)
+            longest = max(matches, key=len)
+            assert (sent, detokenizer.stopped) == (so_far.removesuffix(longest), longest)
             assert detokenizer.flush() == ""
             return
         prefixes = [stop[:length] for stop in stops for length in range(len(stop))]
@@ -218,6 +228,15 @@ def test_an_open_character_does_not_swallow_the_special_token_rule_or_the_stop()
     detokenizer = detokenizer_of(BYTE_LEVEL, ["é"])
     assert [detokenizer.push(token_id) for token_id in ids_of(BYTE_LEVEL, ["Ã", "<|end|>", "©"])] == ["", "", ""]
     assert detokenizer.stopped == "é"
+
+
+def test_bytes_after_the_stop_string_do_not_leak_at_flush() -> None:
+    """One token may complete the stop string and open a character that never ends."""
+    tokenizer = Tokenizer(models.BPE({"a": 0, "â": 1, "aâ": 2}, [("a", "â")]))
+    tokenizer.decoder = decoders.ByteLevel()
+    detokenizer = detokenizer_of(tokenizer, ["a"])
+    assert deltas(detokenizer, [2]) == ["", ""]
+    assert detokenizer.stopped == "a"
 
 
 def test_special_tokens_are_hidden_and_other_added_tokens_shown() -> None:
