@@ -1,0 +1,58 @@
+"""Which kernels a device runs. With `kernels.metadata`, the only module here that other packages import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels import reference
+from kernels.cpu import CpuAttention
+from kernels.metadata import AttentionMetadata
+from kernels.reference import SlotCopy
+
+
+class PagedAttentionKernel(Protocol):
+    """`kernels.reference.paged_attention` says what it computes."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]
+        layer: int,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+        sinks: torch.Tensor | None,  # [num_heads]
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernels:
+    """One set of kernels for one KV cache. They may share a workspace: one thread calls them."""
+
+    name: str
+    store_kv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
+    paged_attention: PagedAttentionKernel
+    copy_slots: Callable[[torch.Tensor, Iterable[SlotCopy]], None]
+
+
+def select_kernels(device: torch.device, name: str = "auto") -> AttentionKernels:
+    """A fresh set for `device`: `cpu` or `reference`, by name, or `auto` for the device's fastest.
+
+    Raises ValueError for a name that is not there, or that the device cannot run.
+    """
+    if name == "auto":
+        name = "cpu" if device.type == "cpu" else "reference"
+    if name == "reference":
+        return AttentionKernels(name, reference.store_kv, reference.paged_attention, reference.copy_slots)
+    if name != "cpu":
+        raise ValueError(f"no attention kernels named {name!r}; there are: auto, cpu, reference")
+    if device.type != "cpu":
+        raise ValueError(f"the cpu kernels cannot run on {device.type}")
+    cpu = CpuAttention()
+    return AttentionKernels(name, cpu.store_kv, cpu.paged_attention, cpu.copy_slots)

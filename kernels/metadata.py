@@ -1,0 +1,84 @@
+"""What attention has to know about a step, and no layer may change: built once, read by every layer.
+
+    sequences         A: 2 new tokens after 3 cached     B: 1 new after 5     C: nothing new     (block_size 4)
+    block_table       [[7, 2], [4, 9], [1, 0]]           rows padded with 0; padding is never read
+    slot_mapping      [31, 8, 37]                        A's tokens 3, 4: block 7 slot 3, block 2 slot 0; B's: 9, 1
+    cu_seqlens_q      [0, 2, 3, 3]                       rows cu[i]:cu[i+1] of the packed query are sequence i's
+    seq_lens          [5, 6, 4]                          keys of each sequence, the new tokens included
+
+Query row r of sequence i stands at position seq_lens[i] - query_len[i] + r.
+
+Each number is kept twice, as a tensor on the device and as a plain list on the host. A kernel that has to know a
+length in Python (to slice, to choose a path) reads the list: reading it from the tensor would wait for the device,
+in every layer. Recomputing the one from the other in each layer was the alternative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    block_table: torch.Tensor  # int32 [num_seqs, max_blocks]
+    slot_mapping: torch.Tensor  # int64 [num_tokens], block_id * block_size + offset of each new token
+    cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1]
+    seq_lens: torch.Tensor  # int32 [num_seqs]
+    host_block_tables: list[list[int]]  # only the blocks that hold keys
+    host_query_lens: list[int]
+    host_seq_lens: list[int]
+    block_size: int
+
+    @classmethod
+    def build(
+        cls,
+        block_tables: Sequence[Sequence[int]],
+        num_computed: Sequence[int],
+        num_new: Sequence[int],
+        block_size: int,
+        device: torch.device | str,
+    ) -> AttentionMetadata:
+        """`num_computed` tokens of each sequence are in the cache, `num_new` follow in this step (0 is allowed).
+
+        A block table may be longer than its tokens need; it may not be shorter.
+        """
+        query_lens = list(num_new)
+        seq_lens = [computed + new for computed, new in zip(num_computed, num_new, strict=True)]
+        tables: list[list[int]] = []
+        for table, seq_len in zip(block_tables, seq_lens, strict=True):
+            num_blocks = -(-seq_len // block_size)
+            assert len(table) >= num_blocks, f"{len(table)} blocks of {block_size} slots for {seq_len} tokens"
+            tables.append(list(table[:num_blocks]))
+        width = max(map(len, tables), default=0)
+        slots = [
+            slot
+            for table, start, end in zip(tables, num_computed, seq_lens, strict=True)
+            for slot in _slots(table, start, end, block_size)
+        ]
+        padded = [table + [0] * (width - len(table)) for table in tables]
+        return cls(
+            block_table=torch.tensor(padded, dtype=torch.int32, device=device).view(len(tables), width),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+            cu_seqlens_q=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            host_block_tables=tables,
+            host_query_lens=query_lens,
+            host_seq_lens=seq_lens,
+            block_size=block_size,
+        )
+
+
+def _slots(table: list[int], start: int, end: int, block_size: int) -> list[int]:
+    """The absolute slots of positions [start, end): runs of neighbours, one run a block."""
+    slots: list[int] = []
+    while start < end:
+        index, offset = divmod(start, block_size)
+        count = min(block_size - offset, end - start)
+        first = table[index] * block_size + offset
+        slots.extend(range(first, first + count))
+        start += count
+    return slots
