@@ -141,7 +141,7 @@ def _decode(
 def _decode_scores(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """rows · key, [num_kv_heads, group, num_keys], to fp32 precision for bf16 too.
 
-    torch's bf16 product rounds what it has summed in fp32 to bf16: a score of 30 would be off by 0.1. The second
+    torch's bf16 product rounds what it has summed in fp32 to bf16: a score of 30 may be off by 1/16. The second
     product computes the same sum again, less the rounded one, before it rounds: the remainder. Both together take
     0.6 of what SDPA takes for so few rows. The keys stand on the left: a bf16 product repacks its right side.
     """
