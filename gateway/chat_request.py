@@ -1,0 +1,208 @@
+"""The body of POST /v1/chat/completions: read, checked, and named by path where it is wrong.
+
+    bytes ──► JSON object ──► without what changes nothing ──► typed fields ──► messages, documents
+              400             400 unsupported_parameter         400 with path    400 with path
+
+An assistant message may come last: as with OpenAI, it is not continued, a new answer follows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, NoReturn, cast
+
+import msgspec
+from msgspec import Meta
+
+from engine.errors import InvalidRequestError, RequestError, UnsupportedParameterError
+from gateway.chat_parameters import without_inert
+from gateway.prompt import Message, Role
+from retrieval import documents
+from retrieval.documents import Document
+
+_MAX_MESSAGES = 4096
+
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+Narrowing = Annotated[str, Meta(min_length=1, max_length=512)]
+
+# `developer` is the newer name of the same thing; templates know only `system`.
+_ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+# Fields of a message that clients send along empty, for instance when they return our own answer as history.
+_EMPTY_MESSAGE_FIELDS = frozenset({"annotations", "audio", "function_call", "name", "refusal", "tool_calls"})
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False  # padding against a listener who counts bytes: not done
+
+
+class ChatBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields that are honoured. OpenAI's first, then ours."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    messages: list[object]
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1)] = 1
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] = msgspec.field(default_factory=list[StopText])
+    user: Narrowing | None = None
+    prompt_cache_key: Narrowing | None = None
+
+    cache_salt: Narrowing | None = None
+    documents: list[object] = msgspec.field(default_factory=list[object])
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    ignore_eos: bool = False
+    use_cache: bool = True
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A body that is right in itself; whether model and prompt fit is the engine's matter."""
+
+    body: ChatBody
+    messages: tuple[Message, ...]
+    documents: tuple[Document, ...]
+    max_tokens: int | None
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return (self.body.stop,) if isinstance(self.body.stop, str) else tuple(self.body.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.body.stream_options is not None and self.body.stream_options.include_usage
+
+    @property
+    def narrowing(self) -> dict[str, str]:
+        """The fields that narrow the scope of this prompt's KV."""
+        fields = {name: getattr(self.body, name) for name in ("cache_salt", "prompt_cache_key", "user")}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(message.text) for message in self.messages) + sum(len(doc.text) for doc in self.documents)
+
+
+def parse_chat_request(raw: bytes, content_type: str, max_choices: int) -> ChatRequest:
+    """Raises `RequestError` for whatever is wrong with the bytes or what they say."""
+    fields = without_inert(_json_object(raw, content_type))
+    try:
+        body = msgspec.convert(fields, ChatBody)
+    except msgspec.ValidationError as error:
+        _refuse_field(error)
+    if body.n > max_choices:
+        raise InvalidRequestError(f"`n` is {body.n}, and this server's largest is {max_choices}.", param="n")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("`stream_options` is for `stream: true` only.", param="stream_options")
+    max_tokens = _max_tokens(body)
+    if max_tokens is not None and body.min_tokens > max_tokens:
+        raise InvalidRequestError(f"`min_tokens` is above `max_tokens` ({max_tokens}).", param="min_tokens")
+    try:
+        docs = documents.parse(body.documents)
+    except documents.DocumentError as error:
+        raise InvalidRequestError(f"{error.path}: {error.message}", param=error.path) from error
+    return ChatRequest(body=body, messages=_messages(body.messages), documents=tuple(docs), max_tokens=max_tokens)
+
+
+def _json_object(raw: bytes, content_type: str) -> dict[str, object]:
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise InvalidRequestError("The body must be JSON, with `content-type: application/json`.")
+    try:
+        body = cast(object, msgspec.json.decode(raw))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"The body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequestError("The body is nested too deeply.") from error
+    return _object(body, "The body")
+
+
+def _refuse_field(error: msgspec.ValidationError) -> NoReturn:
+    """msgspec's sentence, "Expected `int`, got `str` - at `$.n`", as an error that names the field."""
+    what, _, where = str(error).partition(" - at ")
+    path = where.strip("`").removeprefix("$").removeprefix(".")
+    named = re.search(r"(?:required|unknown) field `(.*)`$", what)
+    if named is not None:
+        path = f"{path}.{named[1]}" if path else named[1]
+    if "unknown field" in what:
+        raise UnsupportedParameterError(f"`{path}` is not a parameter of this server.", param=path) from error
+    raise InvalidRequestError(f"`{path}`: {what}.", param=path) from error
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidRequestError("`max_tokens` and `max_completion_tokens` differ; give one.", param="max_tokens")
+    return old if new is None else new
+
+
+def _messages(raw: list[object]) -> tuple[Message, ...]:
+    if not raw:
+        raise InvalidRequestError("`messages` is empty.", param="messages")
+    if len(raw) > _MAX_MESSAGES:
+        raise InvalidRequestError(f"`messages` has {len(raw)} items; the most is {_MAX_MESSAGES}.", param="messages")
+    return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(raw))
+
+
+def _message(raw: object, path: str) -> Message:
+    fields = _object(raw, path)
+    for name, value in fields.items():
+        if name not in ("role", "content") and not (name in _EMPTY_MESSAGE_FIELDS and value in (None, [])):
+            raise UnsupportedParameterError(f"`{path}.{name}` is not supported.", param=f"{path}.{name}")
+    role = _string(fields.get("role"), f"{path}.role")
+    if role in ("tool", "function"):
+        raise UnsupportedParameterError(f"`{path}.role`: {role} messages are not supported.", param=f"{path}.role")
+    if role not in _ROLES:
+        raise InvalidRequestError(f"`{path}.role` must be one of {', '.join(_ROLES)}.", param=f"{path}.role")
+    return Message(_ROLES[role], _content(fields.get("content"), f"{path}.content"))
+
+
+def _content(raw: object, path: str) -> str:
+    if not isinstance(raw, list):
+        return _string(raw, path, "a string or an array of text parts")
+    parts = cast("list[object]", raw)
+    if not parts:
+        raise _wrong_type(path, "a string or a non-empty array of text parts", parts)
+    return "".join(_text_part(part, f"{path}[{i}]") for i, part in enumerate(parts))
+
+
+def _text_part(raw: object, path: str) -> str:
+    part = _object(raw, path)
+    kind = _string(part.get("type"), f"{path}.type")
+    if kind != "text":
+        raise UnsupportedParameterError(f"`{path}.type`: only text parts are supported.", param=f"{path}.type")
+    for name in part:
+        if name not in ("type", "text"):
+            raise UnsupportedParameterError(f"`{path}.{name}` is not supported.", param=f"{path}.{name}")
+    return _string(part.get("text"), f"{path}.text")
+
+
+def _object(raw: object, path: str) -> dict[str, object]:
+    if not isinstance(raw, Mapping):
+        raise _wrong_type(path, "an object", raw)
+    return cast("dict[str, object]", raw)
+
+
+def _string(raw: object, path: str, expected: str = "a string") -> str:
+    if not isinstance(raw, str):
+        raise _wrong_type(path, expected, raw)
+    return raw
+
+
+def _wrong_type(path: str, expected: str, raw: object) -> RequestError:
+    got = (
+        "null or nothing"
+        if raw is None
+        else {"dict": "an object", "list": "an array", "str": "a string"}.get(
+            type(raw).__name__, f"a {type(raw).__name__}"
+        )
+    )
+    param = None if path == "The body" else path
+    return InvalidRequestError(f"`{path}` must be {expected}, not {got}.", param=param)

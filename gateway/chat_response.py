@@ -1,0 +1,255 @@
+"""One chat completion as an ASGI response: it owns the engine requests from the first to the last byte.
+
+    submit ─► first delta of choice 0 (the account) ─► status and headers ─► body
+              an error up to here is an HTTP status     an error from here on is an event in the stream
+
+Owning everything inside one `__call__` is what makes an abort certain: client gone, drain deadline, engine failure
+and normal end all leave through the same two `with` blocks. A handler that returned a generator would leave
+open who closes it when nobody iterates it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import msgspec
+from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Receive, Scope, Send
+
+from engine.errors import RadixgateError
+from engine.protocol import FinishReason, PromptAccount, Submit
+from gateway.drain import Drain
+from gateway.engine_port import Engine
+from gateway.error_responses import error_body
+from gateway.generation import ClientDisconnectedError, Generation, Update
+from gateway.openai_types import (
+    AssistantMessage,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Choice,
+    ChunkChoice,
+    ChunkDelta,
+    FinishReasonText,
+    PromptTokensDetails,
+    Usage,
+)
+from gateway.request_context import RequestContext, request_context
+
+_JSON = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionHeader:
+    """What every object of one completion repeats."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What has been generated so far. The prompt is counted once, however many choices there are."""
+
+    account: PromptAccount
+    num_output_tokens: list[int]
+
+    def usage(self) -> Usage:
+        prompt, completion = self.account.num_prompt_tokens, sum(self.num_output_tokens)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(self.account.num_cached_tokens),
+        )
+
+
+class ChatCompletionResponse:
+    """An ASGI application for a single request."""
+
+    def __init__(
+        self,
+        header: CompletionHeader,
+        submits: Sequence[Submit],
+        engine: Engine,
+        drain: Drain,
+        *,
+        stream: bool,
+        include_usage: bool,
+    ) -> None:
+        self._header = header
+        self._submits = submits
+        self._engine = engine
+        self._drain = drain
+        self._stream = stream
+        self._include_usage = include_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = request_context(scope)
+        async with Generation(self._engine, self._submits) as generation:
+            with self._drain.admit(generation.fail):
+                async with _fail_on_disconnect(receive, generation):
+                    try:
+                        await self._answer(generation, context, send)
+                    except ClientDisconnectedError:
+                        context.outcome = "disconnected"
+
+    async def _answer(self, generation: Generation, context: RequestContext, send: Send) -> None:
+        updates = generation.updates()
+        early, tally = await self._until_account(updates)
+        context.account = tally.account
+        body = self._stream_body if self._stream else self._whole_body
+        try:
+            await body(_chain(early, updates), tally, context, send)
+        finally:
+            context.num_output_tokens = sum(tally.num_output_tokens)
+
+    async def _until_account(self, updates: AsyncIterator[Update]) -> tuple[list[Update], _Tally]:
+        """The updates up to the one that carries choice 0's account."""
+        early: list[Update] = []
+        async for update in updates:
+            early.append(update)
+            if update.choice == 0 and update.delta.account is not None:
+                return early, _Tally(update.delta.account, [0] * len(self._submits))
+        raise RadixgateError("the engine answered without an account of the prompt")
+
+    # ------------------------------------------------------------ whole
+
+    async def _whole_body(
+        self, updates: AsyncIterator[Update], tally: _Tally, context: RequestContext, send: Send
+    ) -> None:
+        texts: list[list[str]] = [[] for _ in self._submits]
+        reasons: dict[int, FinishReasonText] = {}
+        async for choice, delta in updates:
+            tally.num_output_tokens[choice] = delta.num_output_tokens
+            texts[choice].append(delta.text)
+            if delta.finish_reason is not None:
+                reasons[choice] = _finish_reason(delta.finish_reason)
+        choices = tuple(
+            Choice(index=i, message=AssistantMessage(content="".join(text)), finish_reason=reasons[i])
+            for i, text in enumerate(texts)
+        )
+        header = self._header
+        completion = ChatCompletion(
+            id=header.id,
+            created=header.created,
+            model=header.model,
+            system_fingerprint=header.system_fingerprint,
+            choices=choices,
+            usage=tally.usage(),
+        )
+        body = _JSON.encode(completion)
+        await _send_start(send, "application/json", tally.account, [(b"content-length", str(len(body)).encode())])
+        await _send_body(send, body, more=False)
+
+    # ------------------------------------------------------------ stream
+
+    async def _stream_body(
+        self, updates: AsyncIterator[Update], tally: _Tally, context: RequestContext, send: Send
+    ) -> None:
+        await _send_start(send, "text/event-stream; charset=utf-8", tally.account, _STREAM_HEADERS)
+        try:
+            await self._send_chunks(updates, tally, send)
+        except RadixgateError as error:
+            # The status is sent: the error is the stream's last event, and no [DONE] follows it.
+            context.outcome = error.code
+            await _send_body(send, _event(_JSON.encode(error_body(error, context.request_id))), more=False)
+
+    async def _send_chunks(self, updates: AsyncIterator[Update], tally: _Tally, send: Send) -> None:
+        for i in range(len(self._submits)):
+            await self._send_choice(send, ChunkChoice(index=i, delta=ChunkDelta(role="assistant", content="")))
+        async for choice, delta in updates:
+            tally.num_output_tokens[choice] = delta.num_output_tokens
+            if delta.text:
+                await self._send_choice(send, ChunkChoice(index=choice, delta=ChunkDelta(content=delta.text)))
+            if delta.finish_reason is not None:
+                reason = _finish_reason(delta.finish_reason)
+                await self._send_choice(send, ChunkChoice(index=choice, delta=ChunkDelta(), finish_reason=reason))
+        if self._include_usage:
+            await _send_body(send, _event(_JSON.encode(self._chunk((), tally.usage()))), more=True)
+        await _send_body(send, _event(b"[DONE]"), more=False)
+
+    async def _send_choice(self, send: Send, choice: ChunkChoice) -> None:
+        chunk = self._chunk((choice,), None if self._include_usage else msgspec.UNSET)
+        await _send_body(send, _event(_JSON.encode(chunk)), more=True)
+        # A send that does not block does not suspend either: other requests, and a disconnect, get their turn here.
+        await asyncio.sleep(0)
+
+    def _chunk(self, choices: tuple[ChunkChoice, ...], usage: Usage | msgspec.UnsetType | None) -> ChatCompletionChunk:
+        header = self._header
+        return ChatCompletionChunk(
+            id=header.id,
+            created=header.created,
+            model=header.model,
+            system_fingerprint=header.system_fingerprint,
+            choices=choices,
+            usage=usage,
+        )
+
+
+# `no-transform` and `x-accel-buffering`: a proxy on the way must not collect the events.
+_STREAM_HEADERS = [(b"cache-control", b"no-cache, no-transform"), (b"x-accel-buffering", b"no")]
+
+
+@asynccontextmanager
+async def _fail_on_disconnect(receive: Receive, generation: Generation) -> AsyncGenerator[None]:
+    """The body has been read, so the next thing that a client can say is that it leaves."""
+
+    async def watch() -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                break
+        generation.fail(ClientDisconnectedError())
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        with suppress(asyncio.CancelledError):
+            await watcher
+
+
+async def _chain(early: Sequence[Update], updates: AsyncIterator[Update]) -> AsyncIterator[Update]:
+    for update in early:
+        yield update
+    async for update in updates:
+        yield update
+
+
+def _finish_reason(reason: FinishReason) -> FinishReasonText:
+    assert reason is not FinishReason.ABORT, "never sent to a client"
+    return reason.value
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+def _account_headers(account: PromptAccount) -> list[tuple[bytes, bytes]]:
+    classes = ", ".join(f"{name}={count}" for name, count in msgspec.structs.asdict(account).items())
+    return [
+        (b"x-radixgate-prompt-tokens", str(account.num_prompt_tokens).encode()),
+        (b"x-radixgate-cached-tokens", str(account.num_cached_tokens).encode()),
+        (b"x-radixgate-cache", classes.encode()),
+    ]
+
+
+async def _send_start(
+    send: Send, content_type: str, account: PromptAccount, headers: Sequence[tuple[bytes, bytes]]
+) -> None:
+    start: HTTPResponseStartEvent = {
+        "type": "http.response.start",
+        "status": 200,
+        "headers": [(b"content-type", content_type.encode()), *headers, *_account_headers(account)],
+    }
+    await send(start)
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
+    event: HTTPResponseBodyEvent = {"type": "http.response.body", "body": body, "more_body": more}
+    await send(event)

@@ -1,0 +1,164 @@
+"""The prompt of a request: its layout, and its segments (docs/architecture.md).
+
+    [template] system prompt [documents] [template] history … question [template]
+
+    supports a system role    system content = system text · head · document · document … · foot
+    does not, or prints the   first user turn = (system text ·) head · document · document … · foot · its own text
+    system message elsewhere
+
+What many requests share stands first: the system prompt, then the documents, then what is the user's own. Each
+piece of a content is tokenized on its own (`prompt_tokenizer`), so a document has the same token ids beside any
+neighbour. Head and foot are there for that too: a template that strips a content takes white space from them,
+and never from a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from engine.errors import InvalidRequestError
+from engine.protocol import Segment, SegmentKind
+from gateway.chat_template import ChatTemplate, Cut, Turn
+from gateway.prompt_tokenizer import PromptTokenizer
+from retrieval.documents import Document, render
+
+Role = Literal["system", "user", "assistant"]
+
+_HEAD = "Documents:\n\n"
+_FOOT = "End of documents."
+_GAP = "\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: Role
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a message's content that is tokenized on its own."""
+
+    kind: SegmentKind
+    text: str
+    document_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOutMessage:
+    role: Role
+    pieces: tuple[Piece, ...]
+
+    @property
+    def content(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+
+class PromptBuilder:
+    """Thread-safe: long prompts are built outside the event loop."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: PromptTokenizer) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+
+    def build(self, messages: Sequence[Message], documents: Sequence[Document], scope: bytes) -> tuple[Segment, ...]:
+        """The segments, whose texts concatenate to the template's own rendering. Raises `InvalidRequestError`."""
+        laid_out = lay_out(self._template, messages, documents)
+        turns = [Turn(message.role, message.content) for message in laid_out]
+        cuts = self._template.cut(turns)
+        if cuts is None:
+            return self._uncut(turns, scope)
+        return tuple(self._segments(cuts, laid_out, scope))
+
+    def _segments(self, cuts: Sequence[Cut], messages: Sequence[LaidOutMessage], scope: bytes) -> Iterator[Segment]:
+        for i, cut in enumerate(cuts):
+            if cut.turn is None:
+                yield Segment(SegmentKind.TEMPLATE, self._tokenizer.template_tokens(cut.text, begins=i == 0), scope)
+                continue
+            for piece in clip(messages[cut.turn].pieces, cut.text):
+                tokens = self._tokenizer.text_tokens(piece.text, scope)
+                if tokens:
+                    yield Segment(piece.kind, tokens, scope, piece.document_id)
+
+    def _uncut(self, turns: Sequence[Turn], scope: bytes) -> tuple[Segment, ...]:
+        """A template that repeats or rewrites contents: one segment, if the contents bring no special token along."""
+        whole = self._template.render(turns)
+        blank = self._template.render([Turn(turn.role, "x") for turn in turns])
+        forged = any(self._tokenizer.control_tokens(turn.content) for turn in turns)
+        if forged or self._tokenizer.control_tokens(whole) != self._tokenizer.control_tokens(blank):
+            raise InvalidRequestError(
+                "The messages contain text that the model would read as special tokens, and its chat template "
+                "rewrites messages in a way that does not let it be kept apart.",
+                param="messages",
+            )
+        return (Segment(SegmentKind.TEMPLATE, self._tokenizer.template_tokens(whole, begins=True), scope),)
+
+
+def lay_out(template: ChatTemplate, messages: Sequence[Message], documents: Sequence[Document]) -> list[LaidOutMessage]:
+    """Where system prompt and documents go, by what the template can say."""
+    laid_out = [
+        LaidOutMessage(message.role, (piece,)) for message, piece in zip(messages, _own_pieces(messages), strict=True)
+    ]
+    system_end = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
+    if documents and template.system_leads:
+        if system_end == 0:
+            default = (Piece(SegmentKind.SYSTEM, template.default_system),) if template.default_system else ()
+            return [LaidOutMessage("system", (*default, *_document_pieces(documents, bool(default)))), *laid_out]
+        pieces = laid_out[system_end - 1].pieces
+        pieces = (*pieces, *_document_pieces(documents, bool(pieces[-1].text)))
+        laid_out[system_end - 1] = LaidOutMessage("system", pieces)
+        return laid_out
+    lead: tuple[Piece, ...] = ()
+    if system_end and not template.supports_system:
+        text = _GAP.join(message.text for message in messages[:system_end])
+        lead, laid_out = (Piece(SegmentKind.SYSTEM, text),), laid_out[system_end:]
+    if documents:
+        lead = (*lead, *_document_pieces(documents, bool(lead)))
+    return _lead_first_user_turn(laid_out, lead) if lead else laid_out
+
+
+def clip(pieces: Sequence[Piece], text: str) -> Iterator[Piece]:
+    """The pieces of a content, as far as the template printed it: `text` is the content, or a part of it."""
+    content = "".join(piece.text for piece in pieces)
+    start = content.find(text)
+    if start < 0:  # the template rewrote it: one piece, of the kind that says most about who wrote it
+        yield replace(pieces[-1], text=text)
+        return
+    end, at = start + len(text), 0
+    for piece in pieces:
+        kept = piece.text[max(start - at, 0) : max(end - at, 0)]
+        at += len(piece.text)
+        if kept:
+            yield replace(piece, text=kept)
+
+
+def _own_pieces(messages: Sequence[Message]) -> list[Piece]:
+    last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
+    kinds = (
+        SegmentKind.SYSTEM
+        if message.role == "system"
+        else SegmentKind.QUESTION
+        if i == last_user
+        else SegmentKind.HISTORY
+        for i, message in enumerate(messages)
+    )
+    return [Piece(kind, message.text) for kind, message in zip(kinds, messages, strict=True)]
+
+
+def _document_pieces(documents: Sequence[Document], follows_text: bool) -> tuple[Piece, ...]:
+    head = Piece(SegmentKind.SYSTEM, (_GAP if follows_text else "") + _HEAD)
+    bodies = [Piece(SegmentKind.DOCUMENT, render(document), document.id) for document in documents]
+    return (head, *bodies, Piece(SegmentKind.SYSTEM, _FOOT))
+
+
+def _lead_first_user_turn(messages: list[LaidOutMessage], lead: tuple[Piece, ...]) -> list[LaidOutMessage]:
+    first = next((i for i, message in enumerate(messages) if message.role == "user"), None)
+    if first is None:
+        raise InvalidRequestError(
+            "This model's chat template has no place for a system prompt or documents without a user message.",
+            param="messages",
+        )
+    pieces = (*lead, Piece(SegmentKind.SYSTEM, _GAP), *messages[first].pieces)
+    return [*messages[:first], LaidOutMessage("user", pieces), *messages[first + 1 :]]

@@ -1,0 +1,113 @@
+"""The gateway's process: uvicorn around the application, and a SIGTERM that loses nobody's answer.
+
+    SIGTERM ─► draining: new requests get 503, /readyz says so; the socket stays open, so that they *get* it
+            ─► running requests end, or the deadline fails them with an error they can read
+            ─► uvicorn stops, lifespan closes the engine connection, exit status 0
+    SIGTERM again ─► the deadline is now
+
+uvicorn alone would close the socket first, cut streams at its own deadline without a word, and then raise the
+signal again, so that a clean end looks like a killed process to a supervisor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from engine.client import EngineClient
+from engine.settings import Settings, engine_endpoint, load_settings
+from gateway.access_log import AccessLog
+from gateway.app import create_app
+from gateway.auth import load_or_create_secret
+from gateway.drain import Drain
+from gateway.tenants import TenantDirectory
+
+logger = logging.getLogger(__name__)
+
+# After the drain nothing of value is left on any connection; uvicorn may wait this long for their last bytes.
+_CLOSE_SECONDS = 5
+
+
+class GatewayServer(uvicorn.Server):
+    """A uvicorn server whose signals drain first."""
+
+    def __init__(self, config: uvicorn.Config, drain: Drain, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._drain = drain
+        self._drain_seconds = drain_seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Runs as a signal handler: it may interrupt the loop anywhere, so it only leaves a note for it."""
+        if self._loop is None or not self.started:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self.begin_shutdown)
+
+    def begin_shutdown(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._drain_and_exit())
+        else:
+            self._drain.cut()
+
+    async def _drain_and_exit(self) -> None:
+        logger.info("draining: %d requests are running", self._drain.num_active)
+        try:
+            num_failed = await self._drain.drain(self._drain_seconds)
+            logger.info("drained: %d requests could not finish", num_failed)
+        finally:
+            self.should_exit = True
+
+
+def build_server(settings: Settings) -> GatewayServer:
+    """The server for these settings, not yet started. Raises `ConfigError`."""
+    secret = load_or_create_secret(settings.security.secret, settings.store.data_dir)
+    tenants = TenantDirectory(secret, settings.tenants)
+    if not len(tenants):
+        logger.warning("no tenant has an API key: every request to /v1 will be refused; see `radixgate key`")
+    drain = Drain()
+    app = create_app(settings, EngineClient(engine_endpoint(settings)), tenants, drain=drain)
+    config = uvicorn.Config(
+        AccessLog(app),
+        host=settings.server.host,
+        port=settings.server.port,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+    )
+    return GatewayServer(config, drain, settings.server.drain_seconds)
+
+
+def run_gateway(settings: Settings) -> None:
+    """Serves until SIGTERM or SIGINT, then returns."""
+    build_server(settings).run()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m gateway.server", description="The HTTP gateway alone.")
+    parser.add_argument("--config", type=Path, help="the TOML settings; the environment goes over it")
+    settings = load_settings(parser.parse_args(argv).config, os.environ)
+    logging.basicConfig(
+        level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    run_gateway(settings)
+
+
+if __name__ == "__main__":
+    main()

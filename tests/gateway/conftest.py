@@ -1,0 +1,105 @@
+"""A gateway on a real socket, with uvicorn as in production, over a fake engine; and two tenants with keys."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import openai
+import pytest
+import uvicorn
+
+from engine.settings import ServerSettings, Settings, TenantSettings
+from gateway.access_log import AccessLog
+from gateway.app import create_app
+from gateway.auth import hash_api_key, new_api_key
+from gateway.drain import Drain
+from gateway.server import GatewayServer
+from gateway.tenants import TenantDirectory
+from tests.gateway.fake_engine import FakeEngine
+
+SECRET = b"a secret for tests"
+
+
+@dataclass(slots=True)
+class RunningGateway:
+    url: str
+    port: int
+    engine: FakeEngine
+    drain: Drain
+    keys: dict[str, str]
+    server: GatewayServer
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
+
+    def client(self, tenant: str = "alice", **options: object) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=20)
+
+    def async_client(self, tenant: str = "alice") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=20)
+
+    def headers(self, tenant: str = "alice") -> dict[str, str]:
+        return {"authorization": f"Bearer {self.keys[tenant]}"}
+
+    def on_loop(self, action: Callable[[], object]) -> None:
+        """Runs `action` on the server's loop and waits for it."""
+
+        async def call() -> None:
+            action()
+
+        asyncio.run_coroutine_threadsafe(call(), self.loop).result(10)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Fails when the condition does not come true; how soon it does is not judged."""
+        pause = threading.Event()
+        for _ in range(1000):
+            if condition():
+                return
+            pause.wait(0.01)
+        raise AssertionError("the condition never came true")
+
+
+def run_gateway_thread(engine: FakeEngine, settings: Settings | None = None) -> Iterator[RunningGateway]:
+    keys = {name: new_api_key() for name in ("alice", "bob", "carol", "dave")}
+    groups = {"carol": "research", "dave": "research"}
+    tenants = [
+        TenantSettings(id=name, key_hashes=(hash_api_key(SECRET, key),), cache_group=groups.get(name, ""))
+        for name, key in keys.items()
+    ]
+    settings = settings or Settings(server=ServerSettings(max_choices=4, max_body_bytes=1 << 20))
+    drain = Drain()
+    app = create_app(settings, engine, TenantDirectory(SECRET, tenants), drain=drain)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    config = uvicorn.Config(
+        AccessLog(app),
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_graceful_shutdown=2,
+    )
+    server = GatewayServer(config, drain, drain_seconds=0)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
+    thread.start()
+    gateway = RunningGateway(f"http://127.0.0.1:{port}", port, engine, drain, keys, server, loop, thread)
+    try:
+        gateway.wait_until(lambda: server.started)
+        yield gateway
+    finally:
+        if thread.is_alive():
+            loop.call_soon_threadsafe(server.begin_shutdown)
+        thread.join(20)
+        loop.close()
+        listener.close()
+
+
+@pytest.fixture
+def gateway() -> Iterator[RunningGateway]:
+    yield from run_gateway_thread(FakeEngine())

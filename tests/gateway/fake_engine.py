@@ -1,0 +1,171 @@
+"""An engine with behaviour and without a model: it answers with the question, one character a delta.
+
+It has a prefix cache (blocks of 16 tokens, by scope), counts what it was sent, obeys `max_tokens` and `stop`, and
+does as the question says:
+
+    fail:CODE          a Failure with that code before the first delta
+    break:CODE         the first three characters, then that Failure
+    wait               nothing but the account's delta, until it is aborted
+    silence            nothing at all, until it is aborted
+    crash              an exception that is no RadixgateError
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from engine.errors import EngineUnavailableError, from_wire
+from engine.protocol import (
+    PROTOCOL_VERSION,
+    Delta,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    ProbeResult,
+    PromptAccount,
+    SegmentKind,
+    Submit,
+    unpack_tokens,
+)
+from tests.gateway.byte_tokenizer import byte_tokenizer
+from tests.gateway.chat_templates import CHATML, SPECIAL_TOKENS
+
+BLOCK_SIZE = 16
+MODEL = "echo/byte-model"
+
+
+class FakeEngine:
+    def __init__(self, *, max_model_len: int = 8192, chat_template: str = CHATML, reachable: bool = True) -> None:
+        self.tokenizer = byte_tokenizer()
+        self.submitted: list[Submit] = []
+        self.finished: list[str] = []
+        self.aborted: list[str] = []
+        self.num_probes = 0
+        self.probe_result = ProbeResult(probe_id="", ok=True)
+        self.probe_gate = asyncio.Event()
+        self.probe_gate.set()
+        self.started = self.closed = False
+        self.reachable = reachable
+        self._blocks: set[tuple[bytes, tuple[int, ...]]] = set()
+        self._info = EngineInfo(
+            protocol_version=PROTOCOL_VERSION,
+            incarnation="1",
+            model=MODEL,
+            created=1_700_000_000,
+            fingerprint="f" * 32,
+            max_model_len=max_model_len,
+            block_size=BLOCK_SIZE,
+            num_blocks=1024,
+            eos_token_ids=(257,),
+            vocab_size=self.tokenizer.get_vocab_size(),
+            dtype="float32",
+            device="cpu",
+            tokenizer_json=self.tokenizer.to_str().encode(),
+            chat_template=chat_template,
+            special_tokens=SPECIAL_TOKENS,
+        )
+
+    @property
+    def info(self) -> EngineInfo | None:
+        return self._info if self.reachable else None
+
+    @property
+    def connected(self) -> bool:
+        return self.reachable
+
+    @property
+    def running(self) -> set[str]:
+        return {submit.request_id for submit in self.submitted} - {*self.finished, *self.aborted}
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def close(self) -> None:
+        self.closed = True
+
+    async def probe(self, timeout: float) -> ProbeResult:
+        self.num_probes += 1
+        await self.probe_gate.wait()
+        if not self.reachable:
+            raise EngineUnavailableError("no engine")
+        return self.probe_result
+
+    async def stats(self) -> EngineStats:
+        raise EngineUnavailableError("the gateway asks for no stats")
+
+    async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
+        self.submitted.append(submit)
+        ended = False
+        try:
+            async for delta in self._answer(submit):
+                ended = delta.finish_reason is not None
+                yield delta
+        except EngineUnavailableError:
+            ended = True
+            raise
+        finally:
+            (self.finished if ended else self.aborted).append(submit.request_id)
+
+    def question(self, submit: Submit) -> str:
+        ids = [i for s in submit.segments if s.kind is SegmentKind.QUESTION for i in unpack_tokens(s.tokens)]
+        return self.tokenizer.decode(ids)
+
+    def prompt(self, submit: Submit) -> str:
+        ids = [i for s in submit.segments for i in unpack_tokens(s.tokens)]
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    async def _answer(self, submit: Submit) -> AsyncGenerator[Delta, None]:
+        command, _, code = self.question(submit).partition(":")
+        if command == "crash":
+            raise ZeroDivisionError("a secret of the server")
+        if command == "fail":
+            raise from_wire(code, f"the engine says {code}", None)
+        if command == "silence":
+            await asyncio.Event().wait()
+        account = self._admit(submit)
+        if command == "wait":
+            yield Delta(request_id=submit.request_id, text="", num_output_tokens=0, account=account)
+            await asyncio.Event().wait()
+        text, reason = self._output(submit)
+        for i, char in enumerate(text, 1):
+            if command == "break" and i > 3:
+                raise from_wire(code, f"the engine says {code}", None)
+            last = reason if i == len(text) else None
+            yield Delta(
+                request_id=submit.request_id,
+                text=char,
+                num_output_tokens=i,
+                account=account if i == 1 else None,
+                finish_reason=last,
+            )
+            await asyncio.sleep(0)
+        if not text:
+            yield Delta(
+                request_id=submit.request_id, text="", num_output_tokens=0, account=account, finish_reason=reason
+            )
+
+    def _output(self, submit: Submit) -> tuple[str, FinishReason]:
+        text = self.question(submit)
+        ends = [at for at in (text.find(stop) for stop in submit.sampling.stop) if at >= 0]
+        if ends:
+            text = text[: min(ends)]
+        if len(text) > submit.sampling.max_tokens:
+            return text[: submit.sampling.max_tokens], FinishReason.LENGTH
+        return text, FinishReason.STOP
+
+    def _admit(self, submit: Submit) -> PromptAccount:
+        """The account of a prompt, by full blocks; the last token is always computed."""
+        ids = [i for segment in submit.segments for i in unpack_tokens(segment.tokens)]
+        scope = submit.segments[-1].scope
+        if not submit.use_cache:
+            return PromptAccount(disabled=len(ids))
+        ends = range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE)
+        cached = 0
+        for end in ends:
+            if (scope, tuple(ids[:end])) not in self._blocks or end == len(ids):
+                break
+            cached = end
+        self._blocks.update((scope, tuple(ids[:end])) for end in ends)
+        tail = len(ids) % BLOCK_SIZE or 1
+        return PromptAccount(device=cached, cold=max(len(ids) - cached - tail, 0), partial_block=tail)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine.errors import EngineUnavailableError, OverloadedError, RadixgateError, ShuttingDownError
+from engine.protocol import Delta, FinishReason, PromptAccount, SamplingParams, Segment, SegmentKind, Submit
+from gateway.generation import ClientDisconnectedError, Generation, merge
+from tests.gateway.fake_engine import FakeEngine
+
+
+def submit(text: str, name: str = "r") -> Submit:
+    question = Segment.of(SegmentKind.QUESTION, FakeEngine().tokenizer.encode(text).ids, b"s")
+    return Submit(request_id=name, tenant_id="t", segments=(question,), sampling=SamplingParams(max_tokens=99))
+
+
+async def test_a_slow_reader_gets_one_merged_delta_a_choice() -> None:
+    """Memory for a client that does not read must not grow by a message a token."""
+    engine = FakeEngine()
+    async with Generation(engine, [submit("hello", "a"), submit("bye", "b")]) as generation:
+        while len(engine.finished) < 2:
+            await asyncio.sleep(0)
+        found = [(u.choice, u.delta.text, u.delta.num_output_tokens) async for u in generation.updates()]
+    assert found == [(0, "hello", 5), (1, "bye", 3)]
+
+
+def test_merging_keeps_the_account_of_the_first_and_the_end_of_the_last() -> None:
+    account = PromptAccount(cold=3)
+    first = Delta(request_id="r", text="a", num_output_tokens=1, account=account)
+    last = Delta(request_id="r", text="b", num_output_tokens=2, finish_reason=FinishReason.STOP)
+    assert merge(first, last) == Delta(
+        request_id="r", text="ab", num_output_tokens=2, account=account, finish_reason=FinishReason.STOP
+    )
+
+
+async def test_text_that_came_before_an_error_is_handed_out_first() -> None:
+    engine = FakeEngine()
+    text = ""
+    async with Generation(engine, [submit("break:engine_overloaded")]) as generation:
+        while engine.running or not engine.submitted:
+            await asyncio.sleep(0)
+        with pytest.raises(OverloadedError):
+            async for update in generation.updates():
+                text += update.delta.text
+    assert text == "bre"
+
+
+@pytest.mark.parametrize("error", [ShuttingDownError("x"), ClientDisconnectedError()])
+async def test_failing_from_outside_ends_it_and_aborts_what_runs(
+    error: RadixgateError | ClientDisconnectedError,
+) -> None:
+    engine = FakeEngine()
+    async with Generation(engine, [submit("wait", "a"), submit("quick", "b")]) as generation:
+        while "b" not in engine.finished:
+            await asyncio.sleep(0)
+        generation.fail(error)
+        generation.fail(OverloadedError("too late"))
+        with pytest.raises(type(error)):
+            async for _ in generation.updates():
+                pass
+    assert (engine.finished, engine.aborted) == (["b"], ["a"])
+
+
+async def test_cancelling_the_response_aborts_too() -> None:
+    engine = FakeEngine()
+
+    async def run() -> None:
+        async with Generation(engine, [submit("wait")]) as generation:
+            async for _ in generation.updates():
+                pass
+
+    task = asyncio.create_task(run())
+    while not engine.running:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.aborted == ["r"]
+
+
+async def test_a_stream_that_just_stops_is_an_error() -> None:
+    """Every request ends with a finish reason or a typed error: silence would be a client that waits for ever."""
+
+    class Mute(FakeEngine):
+        async def _answer(self, submit: Submit):  # noqa: ANN202
+            return
+            yield
+
+    async with Generation(Mute(), [submit("x")]) as generation:
+        with pytest.raises(EngineUnavailableError, match="without a finish reason"):
+            async for _ in generation.updates():
+                pass
