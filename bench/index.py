@@ -23,9 +23,10 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from engine.block_pool import BlockPool
-from engine.prefix_index import Node, PrefixIndex
+from engine.prefix_index import Node, PrefixIndex, PrefixMatch
 from engine.scoped_tokens import ScopedTokens
 
 BLOCK_SIZE = 16
@@ -45,14 +46,20 @@ class Cache:
     def insert(self, sequence: ScopedTokens, blocks: int) -> tuple[Node, array[int]]:
         """Match, compute the rest, index it; returns what is held."""
         match = self.index.match_prefix(sequence, blocks * BLOCK_SIZE)
+        node = self.hold(match)
+        fresh = self.pool.allocate(blocks - len(match.block_ids))
+        return self.index_blocks(node, sequence, len(match.block_ids), fresh), match.block_ids + fresh
+
+    def hold(self, match: PrefixMatch) -> Node:
         node = self.index.lock(match)
         self.pool.acquire(match.block_ids)
-        have = len(match.block_ids)
-        fresh = self.pool.allocate(blocks - have)
-        keys = self.index.chain_keys(node.last_key, sequence, have, blocks)
-        done = self.index.insert_prefix(node, sequence, have, keys, fresh)
+        return node
+
+    def index_blocks(self, node: Node, sequence: ScopedTokens, first: int, fresh: array[int]) -> Node:
+        keys = self.index.chain_keys(node.last_key, sequence, first, first + len(fresh))
+        done = self.index.insert_prefix(node, sequence, first, keys, fresh)
         self.pool.mark_indexed(fresh)
-        return done.node, match.block_ids + fresh
+        return done.node
 
     def free(self, node: Node, block_ids: array[int]) -> None:
         self.index.unlock(node)
@@ -87,10 +94,15 @@ def _fill(cache: Cache, rng: random.Random, num_nodes: int, progress: Callable[[
             progress(cache.index.num_nodes)
 
 
-def _timed(action: Callable[[], object]) -> float:
+T = TypeVar("T")
+
+
+def _timed(times: list[float], per: int, action: Callable[..., T], *arguments: object) -> T:
+    """Call, and note the time in µs, divided by `per`."""
     start = time.perf_counter_ns()
-    action()
-    return (time.perf_counter_ns() - start) / 1e3
+    result = action(*arguments)
+    times.append((time.perf_counter_ns() - start) / 1e3 / per)
+    return result
 
 
 def measure(num_nodes: int, seed: int = 7) -> dict[str, float]:
@@ -106,14 +118,10 @@ def measure(num_nodes: int, seed: int = 7) -> dict[str, float]:
     for _ in range(SAMPLES):
         # As a prompt arrives: new in memory, and therefore in the caches; the tree is not.
         sequence = ScopedTokens(BLOCK_SIZE, [(bytes(prompts[rng.randrange(len(prompts))].packed), SCOPE)])
-        times["match"].append(_timed(lambda: cache.index.match_prefix(sequence, len(sequence))))
-        match = cache.index.match_prefix(sequence, len(sequence))
+        match = _timed(times["match"], 1, cache.index.match_prefix, sequence, len(sequence))
         assert len(match.block_ids) == blocks
-        held: list[Node] = []
-        times["hit"].append(
-            _timed(lambda: (held.append(cache.index.lock(match)), cache.pool.acquire(match.block_ids))) / blocks
-        )
-        times["free"].append(_timed(lambda: cache.free(held[0], match.block_ids)) / blocks)
+        node = _timed(times["hit"], blocks, cache.hold, match)
+        _timed(times["free"], blocks, cache.free, node, match.block_ids)
         _measure_insert(cache, rng, sequence, times)
     cache.index.check_integrity(lambda block_id: cache.pool.block(block_id).ref_count)
     gc.unfreeze()
@@ -127,26 +135,17 @@ def measure(num_nodes: int, seed: int = 7) -> dict[str, float]:
 
 
 def _measure_insert(cache: Cache, rng: random.Random, cached: ScopedTokens, times: dict[str, list[float]]) -> None:
-    """Half of a cached prompt and 64 new blocks; removed again, so that the tree keeps its size."""
+    """Half of a cached prompt and as many new blocks: one node more each time."""
     half = RUNS * RUN_BLOCKS // 2
     sequence = ScopedTokens(
         BLOCK_SIZE,
         [(bytes(cached.packed[: half * cached.stride]), SCOPE), (array("i", _tokens(rng, half)).tobytes(), SCOPE)],
     )
     match = cache.index.match_prefix(sequence, len(sequence))
-    node = cache.index.lock(match)
-    cache.pool.acquire(match.block_ids)
-    fresh: list[array[int]] = []
-    times["fresh"].append(_timed(lambda: fresh.append(cache.pool.allocate(half))) / half)
-    ends: list[Node] = []
-
-    def insert() -> None:
-        keys = cache.index.chain_keys(node.last_key, sequence, half, 2 * half)
-        ends.append(cache.index.insert_prefix(node, sequence, half, keys, fresh[0]).node)
-        cache.pool.mark_indexed(fresh[0])
-
-    times["insert"].append(_timed(insert) / half)
-    cache.free(ends[0], match.block_ids + fresh[0])
+    node = cache.hold(match)
+    fresh = _timed(times["fresh"], half, cache.pool.allocate, half)
+    end = _timed(times["insert"], half, cache.index_blocks, node, sequence, half, fresh)
+    cache.free(end, match.block_ids + fresh)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class BlockCopy:
-    """Copy-on-write: the first `num_slots` token slots of block `src`, all layers, into block `dst`, before the step."""
+    """Copy-on-write: the first `num_slots` token slots of block `src`, all layers, into `dst`, before the step."""
 
     src: int
     dst: int
@@ -43,5 +43,5 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    sequences: list[ScheduledSequence] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
+    sequences: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
+    copies: list[BlockCopy] = field(default_factory=list[BlockCopy])  # done first, in this order

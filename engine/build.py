@@ -13,6 +13,7 @@ from engine.load_progress import Progress
 from engine.model_loader import load_model
 from engine.model_runner import build_model_runner, configure_threads
 from engine.protocol import PROTOCOL_VERSION, EngineInfo
+from engine.self_test import prove_reuse
 from engine.settings import Settings
 
 
@@ -41,7 +42,11 @@ def build_engine(settings: Settings, progress: Progress) -> LLMEngine:
         chat_template=loaded.chat_template,
         special_tokens=loaded.special_tokens,
     )
-    return LLMEngine(info, settings.engine, runner)
+    engine = LLMEngine(info, settings.engine, runner)
+    progress("asking a first question twice", 0.0)
+    prove_reuse(engine, caching=settings.engine.enable_prefix_caching)
+    progress("engine ready", 1.0)
+    return engine
 
 
 def choose_device(wanted: str) -> torch.device:

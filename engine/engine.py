@@ -77,7 +77,7 @@ class LLMEngine:
 
     def __init__(self, info: EngineInfo, settings: EngineSettings, runner: Runner) -> None:
         self._info = info
-        self._settings = settings
+        self.settings = settings
         self._runner = runner
         self._tokenizer: Tokenizer = Tokenizer.from_str(info.tokenizer_json.decode())
         self._counters = Counters()
@@ -88,7 +88,7 @@ class LLMEngine:
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
-        settings = self._settings
+        settings = self.settings
         manager = KVCacheManager(
             num_blocks=self._info.num_blocks,
             block_size=self._info.block_size,
@@ -105,8 +105,8 @@ class LLMEngine:
         """Queue a request. Raises a `RadixgateError` that says what is wrong with it; then nothing has changed."""
         if submit.request_id in self._requests:
             raise InvalidRequestError(f"request id {submit.request_id!r} is in use", param="request_id")
-        if len(self.scheduler.waiting) >= self._settings.max_waiting:
-            raise OverloadedError(f"{self._settings.max_waiting} requests are waiting already; try again later")
+        if len(self.scheduler.waiting) >= self.settings.max_waiting:
+            raise OverloadedError(f"{self.settings.max_waiting} requests are waiting already; try again later")
         request = Request(submit, self._info.block_size, self._arrivals, secrets.randbits(63))
         self._check_tokens(request)
         self._arrivals += 1
@@ -159,7 +159,9 @@ class LLMEngine:
         except InvariantError as error:
             return self._reset_cache(error)
         if not output.sequences:
-            return []
+            # The oldest request can always go on (engine/scheduler.py), so an empty step is a bug, not a wait.
+            stalled = f"I10: {len(self._requests)} requests are here and none of them can go on"
+            return self._reset_cache(InvariantError(stalled)) if self._requests else []
         self._counters.num_steps += 1
         try:
             tokens = self._runner.execute(output)
@@ -241,6 +243,13 @@ class LLMEngine:
             self._reset_cache(error)
             return False
         return True
+
+    def forget_everything(self) -> None:
+        """An empty cache and counts from zero, as if nothing had ever been asked. Only without requests."""
+        if self._requests:
+            raise InvariantError(f"I10: {len(self._requests)} requests would lose their blocks")
+        self._counters = Counters()
+        self.scheduler = self._new_scheduler()
 
     # ------------------------------------------------------------------ look
 

@@ -13,7 +13,7 @@ import xxhash
 
 from engine.batch import ScheduledSequence, SchedulerOutput
 
-POISON = None
+POISON: int | None = None  # what a slot holds that nobody may read
 
 
 def expected_output(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
@@ -73,7 +73,7 @@ class FakeRunner:
 
     def _read(self, sequence: ScheduledSequence, position: int) -> int:
         state = self.slots[self._slot(sequence, position)]
-        if state is POISON:
+        if state is None:
             raise PoisonedSlotError(f"{sequence.request_id} reads position {position}")
         return state
 

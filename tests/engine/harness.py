@@ -73,7 +73,7 @@ class Harness:
         self._names = 0
 
     @property
-    def manager(self):  # noqa: ANN201
+    def manager(self):
         return self.engine.scheduler.manager
 
     def submit(

@@ -118,7 +118,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def i1_every_block_is_in_exactly_one_state_and_i3_ref_counts_are_tables(self) -> None:
         self.pool.check_integrity()
-        states = {state: 0 for state in BlockState}
+        states = dict.fromkeys(BlockState, 0)
         for block in range(self.pool.num_blocks):
             entry = self.pool.block(block)
             assert entry.ref_count == self.holders(block)

@@ -23,7 +23,7 @@ def expect(prompt: list[int], count: int) -> list[int]:
 
 
 def submit_of(prompt: list[int], name: str = "x", **sampling: object) -> Submit:
-    params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, **sampling})
     segment = Segment.of(SegmentKind.QUESTION, prompt, SCOPE_A)
     return Submit(request_id=name, tenant_id="t", segments=(segment,), sampling=params)
 
@@ -172,9 +172,10 @@ def test_a_request_id_in_use_and_a_full_queue_are_refused() -> None:
     harness.submit([1], name="same")
     with pytest.raises(InvalidRequestError, match="in use"):
         harness.submit([2], name="same")
-    with pytest.raises(OverloadedError):
-        for _ in range(2000):
-            harness.submit([3])
+    for _ in range(harness.engine.settings.max_waiting - 1):
+        harness.submit([3], max_tokens=1)
+    with pytest.raises(OverloadedError, match="1024"):
+        harness.submit([3])
     harness.run()
     assert harness.tokens_of("same") == expect([1], 4)
 
@@ -309,9 +310,7 @@ class EngineMachine(RuleBasedStateMachine):
         public=st.sampled_from([0, 6]),
         use_cache=st.booleans(),
     )
-    def submit(
-        self, head: int, tail: list[int], max_tokens: int, scope: bytes, public: int, use_cache: bool
-    ) -> None:
+    def submit(self, head: int, tail: list[int], max_tokens: int, scope: bytes, public: int, use_cache: bool) -> None:
         prompt = [*range(100, 100 + head), *tail]
         name = self.harness.submit(
             prompt, max_tokens, scope, public=min(public, len(prompt) - 1), use_cache=use_cache or tail[0] > 0

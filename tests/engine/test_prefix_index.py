@@ -229,7 +229,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.next_id = 0
         self.clock = 0
 
-    def identity(self, sequence: ScopedTokens, tokens: Sequence[int], block: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+    def identity(
+        self, sequence: ScopedTokens, tokens: Sequence[int], block: int
+    ) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
         return tuple(tokens[: (block + 1) * BLOCK]), tuple(sequence.span(b)[0] for b in range(block + 1))
 
     def find(self, tokens: tuple[int, ...], scopes: tuple[bytes, ...]) -> ModelBlock | None:

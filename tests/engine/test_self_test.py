@@ -1,0 +1,42 @@
+"""production-stack#1045: never a hit, silently. An engine proves one before it serves."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import ModelLoadError
+from engine.prefix_index import PrefixIndex, PrefixMatch
+from engine.scoped_tokens import ScopedTokens
+from engine.self_test import prove_reuse
+from tests.engine.harness import Harness
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_it_passes_and_leaves_an_empty_engine_behind(caching: bool) -> None:
+    harness = Harness(caching=caching)
+    prove_reuse(harness.engine, caching=caching)
+    stats = harness.engine.stats()
+    assert (stats.num_free_blocks, stats.num_steps, stats.num_prompt_tokens) == (stats.num_blocks, 0, 0)
+
+
+def test_a_cache_that_never_hits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness()
+    empty = harness.manager.index.match_prefix(ScopedTokens.of([1], bytes(16), 4), 0)
+
+    def never(self: PrefixIndex, sequence: ScopedTokens, limit: int) -> PrefixMatch:
+        return empty
+
+    monkeypatch.setattr(PrefixIndex, "match_prefix", never)
+    with pytest.raises(ModelLoadError, match="0 of 9 tokens were found, not 8"):
+        prove_reuse(harness.engine, caching=True)
+
+
+def test_a_cache_that_changes_the_answer_is_noticed() -> None:
+    harness = Harness()
+    original = harness.runner.execute
+    harness.runner.execute = lambda output: [
+        token if token is None or output.sequences[0].num_computed in (0, 9) else (token + 1) % 255
+        for token in original(output)
+    ]
+    with pytest.raises(ModelLoadError, match="answered"):
+        prove_reuse(harness.engine, caching=True)
