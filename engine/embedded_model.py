@@ -127,8 +127,11 @@ def _convert(source: Path, directory: Path, progress: Progress) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
         )
-        model.config.dtype = torch.bfloat16  # what it was trained in; `dtype = "auto"` on a GPU follows this
         model.save_pretrained(directory)
+    config_path = directory / "config.json"
+    config = json.loads(config_path.read_text())
+    config["dtype"] = "bfloat16"  # what it was trained in, whatever it is stored in: `auto` on a GPU follows this
+    config_path.write_text(json.dumps(config, indent=2))
 
 
 def _sync(path: Path) -> None:

@@ -126,8 +126,8 @@ def trace_attention(model: PreTrainedModel) -> AttentionFacts:
     try:
         with torch.inference_mode():
             forward_packed(model, tokens, positions, trace, positions[-1:])
-    except TypeError as error:
-        raise ModelLoadError(f"{name} does not take the arguments of a packed step: {error}") from error
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ModelLoadError(f"{name} cannot run a step of packed tokens: {error}") from error
     text = model.config.get_text_config(decoder=True)
     if [call.layer for call in trace.calls] != list(range(text.num_hidden_layers)):
         raise ModelLoadError(

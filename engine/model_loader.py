@@ -237,7 +237,8 @@ def _load_weights(
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # transformers would fill them with random numbers and a warning
         raise ModelLoadError(f"{source.name}: weights are absent or of another shape: {', '.join(absent[:5])}")
-    return model.to(device).eval()
+    torch.nn.Module.to(model, device)  # PreTrainedModel's own `to` adds only checks for quantized weights
+    return model.eval()
 
 
 def _gguf_argument(source: ModelSource) -> dict[str, str]:
