@@ -9,6 +9,7 @@ from typing import Any
 
 from litestar import Request, post
 from litestar.datastructures import State
+from litestar.exceptions import InternalServerException
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp
 
@@ -69,9 +70,17 @@ def chat_route(chat: ChatCompletions) -> HTTPRouteHandler:
     async def create_chat_completion(request: Request[Any, Any, State]) -> ASGIApp:
         tenant = request_context(request.scope).tenant
         assert tenant is not None, "the route is behind tenant_guard"
-        return await chat.respond(await request.body(), request.headers.get("content-type", ""), tenant)
+        return await chat.respond(await _body(request), request.headers.get("content-type", ""), tenant)
 
     return create_chat_completion
+
+
+async def _body(request: Request[Any, Any, State]) -> bytes:
+    try:
+        return await request.body()
+    except InternalServerException as error:
+        # The framework's word for a client that left while it was sending: no fault of ours, and no one to tell.
+        raise InvalidRequestError("The client left before its request was complete.") from error
 
 
 def _submits(

@@ -21,7 +21,9 @@ from gateway.prompt import Message, Role
 from retrieval import documents
 from retrieval.documents import Document
 
-_MAX_MESSAGES = 4096
+# Of messages, of parts in a message, of documents. A body of bytes alone could hold a million of them, and each
+# costs time on the event loop.
+_MAX_ITEMS = 4096
 
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Narrowing = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -88,7 +90,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_characters(self) -> int:
-        return sum(len(message.text) for message in self.messages) + sum(len(doc.text) for doc in self.documents)
+        texts = [message.text for message in self.messages] + [document.text for document in self.documents]
+        return sum(map(len, texts))
 
 
 def parse_chat_request(raw: bytes, content_type: str, max_choices: int) -> ChatRequest:
@@ -105,6 +108,7 @@ def parse_chat_request(raw: bytes, content_type: str, max_choices: int) -> ChatR
     max_tokens = _max_tokens(body)
     if max_tokens is not None and body.min_tokens > max_tokens:
         raise InvalidRequestError(f"`min_tokens` is above `max_tokens` ({max_tokens}).", param="min_tokens")
+    _check_count(body.documents, "documents")
     try:
         docs = documents.parse(body.documents)
     except documents.DocumentError as error:
@@ -146,8 +150,7 @@ def _max_tokens(body: ChatBody) -> int | None:
 def _messages(raw: list[object]) -> tuple[Message, ...]:
     if not raw:
         raise InvalidRequestError("`messages` is empty.", param="messages")
-    if len(raw) > _MAX_MESSAGES:
-        raise InvalidRequestError(f"`messages` has {len(raw)} items; the most is {_MAX_MESSAGES}.", param="messages")
+    _check_count(raw, "messages")
     return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(raw))
 
 
@@ -170,6 +173,7 @@ def _content(raw: object, path: str) -> str:
     parts = cast("list[object]", raw)
     if not parts:
         raise _wrong_type(path, "a string or a non-empty array of text parts", parts)
+    _check_count(parts, path)
     return "".join(_text_part(part, f"{path}[{i}]") for i, part in enumerate(parts))
 
 
@@ -182,6 +186,11 @@ def _text_part(raw: object, path: str) -> str:
         if name not in ("type", "text"):
             raise UnsupportedParameterError(f"`{path}.{name}` is not supported.", param=f"{path}.{name}")
     return _string(part.get("text"), f"{path}.text")
+
+
+def _check_count(items: list[object], path: str) -> None:
+    if len(items) > _MAX_ITEMS:
+        raise InvalidRequestError(f"`{path}` has {len(items)} items; the most is {_MAX_ITEMS}.", param=path)
 
 
 def _object(raw: object, path: str) -> dict[str, object]:

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,6 +68,29 @@ class _Hole:
     def fill(self, content: str) -> str:
         content = content.lstrip() if self.strips_left else content
         return content.rstrip() if self.strips_right else content
+
+
+class _FoundMark(NamedTuple):
+    turn: int
+    start: int
+    end: int
+
+
+class _Marks:
+    """Texts that nobody can have written before: one random nonce, and the index of the message."""
+
+    def __init__(self, count: int) -> None:
+        nonce = secrets.token_hex(16)
+        self._marks = [f"{nonce}x{i:06d}" for i in range(count)]
+        self._pattern = re.compile(nonce + r"x(\d{6})")
+
+    def __getitem__(self, turn: int) -> str:
+        return self._marks[turn]
+
+    def find(self, text: str) -> Iterator[_FoundMark]:
+        """Every mark in `text`, in one pass: a search for each would be quadratic in the messages."""
+        for match in self._pattern.finditer(text):
+            yield _FoundMark(int(match[1]), match.start(), match.end())
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -118,33 +142,35 @@ class ChatTemplate:
     def _cut_by_tail_marks(
         self, turns: Sequence[Turn], holes: Sequence[_Hole], tail: str, now: datetime.datetime
     ) -> list[Cut] | None:
-        marks = _marks(len(turns))
+        marks = _Marks(len(turns))
         contents = {hole.turn: hole.fill(turns[hole.turn].content) for hole in holes}
-        marked = [Turn(turn.role, contents[i] + marks[i]) for i, turn in enumerate(turns)]
-        rendered = self._render(marked, now)
+        rendered = self._render([Turn(turn.role, contents[i] + marks[i]) for i, turn in enumerate(turns)], now)
+        found = list(marks.find(rendered))
+        if [mark.turn for mark in found] != [hole.turn for hole in holes]:
+            return None
         cuts: list[Cut] = []
         at = 0
-        for hole in holes:
-            end = rendered.find(marks[hole.turn], at)
-            if end < 0 or not rendered.startswith(hole.before, at):
+        for hole, mark in zip(holes, found, strict=True):
+            if not rendered.startswith(hole.before, at):
                 return None
-            cuts += [Cut(hole.before), Cut(rendered[at + len(hole.before) : end], hole.turn)]
-            at = end + len(marks[hole.turn])
+            cuts += [Cut(hole.before), Cut(rendered[at + len(hole.before) : mark.start], hole.turn)]
+            at = mark.end
         return [*cuts, Cut(tail)] if rendered[at:] == tail else None
 
     def _holes(self, roles: Sequence[str], now: datetime.datetime) -> tuple[list[_Hole], str] | None:
         """The holes in the order in which the template prints them, and the text after the last."""
-        marks = _marks(len(roles))
-        rendered = self._render([Turn(role, _PAD + mark + _PAD) for role, mark in zip(roles, marks, strict=True)], now)
-        if any(rendered.count(mark) != 1 for mark in marks):
+        marks = _Marks(len(roles))
+        rendered = self._render([Turn(role, _PAD + marks[i] + _PAD) for i, role in enumerate(roles)], now)
+        found = list(marks.find(rendered))
+        if sorted(mark.turn for mark in found) != list(range(len(roles))):
             return None
         holes: list[_Hole] = []
         at = 0
-        for start, i in sorted((rendered.find(mark), i) for i, mark in enumerate(marks)):
-            end = start + len(marks[i])
-            padded_left, padded_right = rendered[at:start].endswith(_PAD), rendered.startswith(_PAD, end)
-            holes.append(_Hole(rendered[at : start - padded_left], i, not padded_left, not padded_right))
-            at = end + padded_right
+        for mark in found:
+            padded_left, padded_right = rendered[at : mark.start].endswith(_PAD), rendered.startswith(_PAD, mark.end)
+            before = rendered[at : mark.start - padded_left]
+            holes.append(_Hole(before, mark.turn, not padded_left, not padded_right))
+            at = mark.end + padded_right
         return holes, rendered[at:]
 
     def _order(self, roles: Sequence[str]) -> list[int] | None:
@@ -200,11 +226,6 @@ def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = Fals
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _marks(count: int) -> list[str]:
-    nonce = secrets.token_hex(16)
-    return [f"{nonce}x{i:06d}" for i in range(count)]
 
 
 def _text(cuts: Sequence[Cut]) -> str:

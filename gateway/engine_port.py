@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from engine.protocol import Delta, EngineInfo, EngineStats, ProbeResult, Submit
+from engine.protocol import Delta, EngineInfo, ProbeResult, Submit
 
 
 class Engine(Protocol):
@@ -14,9 +14,6 @@ class Engine(Protocol):
         """None until the engine has been reached for the first time."""
         ...
 
-    @property
-    def connected(self) -> bool: ...
-
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
@@ -24,8 +21,6 @@ class Engine(Protocol):
     async def probe(self, timeout: float) -> ProbeResult:
         """One real decode step. Raises `EngineUnavailableError` when none is answered within `timeout` seconds."""
         ...
-
-    async def stats(self) -> EngineStats: ...
 
     def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. Raises a `RadixgateError` for a failure; closed early, it aborts the request."""

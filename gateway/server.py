@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 # After the drain nothing of value is left on any connection; uvicorn may wait this long for their last bytes.
 _CLOSE_SECONDS = 5
 
+# Longer than clients keep idle connections in their pools, so that it is they who close them.
+_KEEP_ALIVE_SECONDS = 75
+
 
 class GatewayServer(uvicorn.Server):
     """A uvicorn server whose signals drain first."""
@@ -89,6 +92,7 @@ def build_server(settings: Settings) -> GatewayServer:
         access_log=False,
         server_header=False,
         ws="none",
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
     return GatewayServer(config, drain, settings.server.drain_seconds)

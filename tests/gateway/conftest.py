@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import httpx
 import openai
 import pytest
 import uvicorn
@@ -34,8 +35,9 @@ class RunningGateway:
     server: GatewayServer
     loop: asyncio.AbstractEventLoop
     thread: threading.Thread
+    http: httpx.Client  # without a key
 
-    def client(self, tenant: str = "alice", **options: object) -> openai.OpenAI:
+    def client(self, tenant: str = "alice") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=20)
 
     def async_client(self, tenant: str = "alice") -> openai.AsyncOpenAI:
@@ -88,7 +90,8 @@ def run_gateway_thread(engine: FakeEngine, settings: Settings | None = None) -> 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
     thread.start()
-    gateway = RunningGateway(f"http://127.0.0.1:{port}", port, engine, drain, keys, server, loop, thread)
+    http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
+    gateway = RunningGateway(f"http://127.0.0.1:{port}", port, engine, drain, keys, server, loop, thread, http)
     try:
         gateway.wait_until(lambda: server.started)
         yield gateway
@@ -98,6 +101,7 @@ def run_gateway_thread(engine: FakeEngine, settings: Settings | None = None) -> 
         thread.join(20)
         loop.close()
         listener.close()
+        http.close()
 
 
 @pytest.fixture

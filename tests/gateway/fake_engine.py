@@ -20,7 +20,6 @@ from engine.protocol import (
     PROTOCOL_VERSION,
     Delta,
     EngineInfo,
-    EngineStats,
     FinishReason,
     ProbeResult,
     PromptAccount,
@@ -71,10 +70,6 @@ class FakeEngine:
         return self._info if self.reachable else None
 
     @property
-    def connected(self) -> bool:
-        return self.reachable
-
-    @property
     def running(self) -> set[str]:
         return {submit.request_id for submit in self.submitted} - {*self.finished, *self.aborted}
 
@@ -90,9 +85,6 @@ class FakeEngine:
         if not self.reachable:
             raise EngineUnavailableError("no engine")
         return self.probe_result
-
-    async def stats(self) -> EngineStats:
-        raise EngineUnavailableError("the gateway asks for no stats")
 
     async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         self.submitted.append(submit)

@@ -252,9 +252,9 @@ def test_parameters_that_change_nothing_are_accepted(gateway: RunningGateway) ->
 def test_a_wrong_key_is_401_and_shows_four_characters_at_most(gateway: RunningGateway) -> None:
     """An expired key was echoed in the error elsewhere (litellm#18731)."""
     key = "rg-" + "k" * 39 + "wxyz"
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0) as client:
-        with pytest.raises(openai.AuthenticationError) as caught:
-            client.chat.completions.create(model=MODEL, messages=ask("x"))
+    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0)
+    with client, pytest.raises(openai.AuthenticationError) as caught:
+        client.chat.completions.create(model=MODEL, messages=ask("x"))
     assert caught.value.code == "invalid_api_key"
     assert "wxyz" in caught.value.message
     assert "kwxyz" not in caught.value.message
@@ -291,11 +291,12 @@ def test_an_error_before_the_first_token_is_an_http_status(
 
 def test_an_error_in_mid_stream_is_an_event_and_no_done(gateway: RunningGateway) -> None:
     """An error that arrives as the end of the stream reads as a complete answer (llama.cpp#16104)."""
-    text = ""
-    with gateway.client() as client, pytest.raises(openai.APIError, match="the engine says") as caught:
-        for chunk in client.chat.completions.create(model=MODEL, messages=ask("break:engine_step_failed"), stream=True):
-            text += chunk.choices[0].delta.content or ""
-    assert text == "bre"
+    texts: list[str] = []
+    with gateway.client() as client:
+        stream = client.chat.completions.create(model=MODEL, messages=ask("break:engine_step_failed"), stream=True)
+        with pytest.raises(openai.APIError, match="the engine says") as caught:
+            texts.extend(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert "".join(texts) == "bre"
     assert caught.value.code == "engine_step_failed"
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -64,6 +65,18 @@ def test_at_the_deadline_a_stream_gets_an_error_event(gateway: RunningGateway) -
     assert not gateway.thread.is_alive()
     assert gateway.engine.closed
     assert len(gateway.engine.aborted) == 1
+
+
+def test_at_the_deadline_a_request_without_a_byte_yet_gets_503(gateway: RunningGateway) -> None:
+    with gateway.client() as client, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(
+            client.chat.completions.create, model=MODEL, messages=[{"role": "user", "content": "silence"}]
+        )
+        gateway.wait_until(lambda: bool(gateway.engine.running))
+        gateway.on_loop(gateway.server.begin_shutdown)
+        with pytest.raises(openai.InternalServerError) as caught:
+            call.result(20)
+    assert (caught.value.status_code, caught.value.code) == (503, "shutting_down")
 
 
 def test_while_draining_new_requests_get_503_and_running_ones_go_on(gateway: RunningGateway) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Callable
 
 import pytest
 
@@ -15,12 +16,24 @@ def submit(text: str, name: str = "r") -> Submit:
     return Submit(request_id=name, tenant_id="t", segments=(question,), sampling=SamplingParams(max_tokens=99))
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("the condition never came true")
+
+
+async def exhaust(generation: Generation) -> None:
+    async for _ in generation.updates():
+        pass
+
+
 async def test_a_slow_reader_gets_one_merged_delta_a_choice() -> None:
     """Memory for a client that does not read must not grow by a message a token."""
     engine = FakeEngine()
     async with Generation(engine, [submit("hello", "a"), submit("bye", "b")]) as generation:
-        while len(engine.finished) < 2:
-            await asyncio.sleep(0)
+        await until(lambda: len(engine.finished) == 2)
         found = [(u.choice, u.delta.text, u.delta.num_output_tokens) async for u in generation.updates()]
     assert found == [(0, "hello", 5), (1, "bye", 3)]
 
@@ -36,14 +49,12 @@ def test_merging_keeps_the_account_of_the_first_and_the_end_of_the_last() -> Non
 
 async def test_text_that_came_before_an_error_is_handed_out_first() -> None:
     engine = FakeEngine()
-    text = ""
     async with Generation(engine, [submit("break:engine_overloaded")]) as generation:
-        while engine.running or not engine.submitted:
-            await asyncio.sleep(0)
+        await until(lambda: bool(engine.submitted) and not engine.running)
+        updates = generation.updates()
+        assert (await anext(updates)).delta.text == "bre"
         with pytest.raises(OverloadedError):
-            async for update in generation.updates():
-                text += update.delta.text
-    assert text == "bre"
+            await anext(updates)
 
 
 @pytest.mark.parametrize("error", [ShuttingDownError("x"), ClientDisconnectedError()])
@@ -52,13 +63,11 @@ async def test_failing_from_outside_ends_it_and_aborts_what_runs(
 ) -> None:
     engine = FakeEngine()
     async with Generation(engine, [submit("wait", "a"), submit("quick", "b")]) as generation:
-        while "b" not in engine.finished:
-            await asyncio.sleep(0)
+        await until(lambda: "b" in engine.finished)
         generation.fail(error)
         generation.fail(OverloadedError("too late"))
         with pytest.raises(type(error)):
-            async for _ in generation.updates():
-                pass
+            await exhaust(generation)
     assert (engine.finished, engine.aborted) == (["b"], ["a"])
 
 
@@ -67,12 +76,10 @@ async def test_cancelling_the_response_aborts_too() -> None:
 
     async def run() -> None:
         async with Generation(engine, [submit("wait")]) as generation:
-            async for _ in generation.updates():
-                pass
+            await exhaust(generation)
 
     task = asyncio.create_task(run())
-    while not engine.running:
-        await asyncio.sleep(0)
+    await until(lambda: bool(engine.running))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -83,11 +90,10 @@ async def test_a_stream_that_just_stops_is_an_error() -> None:
     """Every request ends with a finish reason or a typed error: silence would be a client that waits for ever."""
 
     class Mute(FakeEngine):
-        async def _answer(self, submit: Submit):  # noqa: ANN202
-            return
-            yield
+        async def _answer(self, submit: Submit) -> AsyncGenerator[Delta, None]:
+            for never in ():
+                yield never
 
     async with Generation(Mute(), [submit("x")]) as generation:
         with pytest.raises(EngineUnavailableError, match="without a finish reason"):
-            async for _ in generation.updates():
-                pass
+            await exhaust(generation)

@@ -133,6 +133,14 @@ def test_a_template_that_repeats_contents_refuses_text_that_would_become_special
         builder(ECHOING).build([Message("user", forged)], [], SCOPE)
 
 
+def test_a_thousand_turns_are_cut_like_one() -> None:
+    """Looking for each mark from the start of the rendering would take seconds here."""
+    messages = [Message("assistant" if i % 2 else "user", str(i)) for i in range(2001)]
+    segments = builder(LLAMA3).build(messages, [], SCOPE)
+    texts = [TOKENIZER.decode(unpack_tokens(s.tokens)) for s in segments if s.kind is not SegmentKind.TEMPLATE]
+    assert texts == [message.text for message in messages]
+
+
 def test_every_segment_has_the_scope_and_some_tokens() -> None:
     segments = builder(CHATML).build([Message("system", ""), Message("user", "x")], [], SCOPE)
     assert {segment.scope for segment in segments} == {SCOPE}
