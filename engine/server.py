@@ -63,9 +63,7 @@ from engine.protocol import (
     SegmentKind,
     Submit,
 )
-
 from engine.scoped_tokens import SCOPE_BYTES
-
 logger = logging.getLogger(__name__)
 
 SILENCE_LIMIT = 15.0  # seconds without a message (clients say Hello every 3) before a client counts as gone
@@ -141,7 +139,7 @@ class EngineServer:
         send_queue: int = SEND_QUEUE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        _refuse_second_engine(endpoint)
+        refuse_second_engine(endpoint)
         self.engine = engine
         self.counters = ServerCounters()
         self._drain_seconds = drain_seconds
@@ -469,7 +467,7 @@ def _request_id_of(payload: bytes) -> str | None:
         return None
 
 
-def _refuse_second_engine(endpoint: str) -> None:
+def refuse_second_engine(endpoint: str) -> None:
     """zmq unlinks a Unix socket before it binds, and would take it from a living engine without a word."""
     path = Path(endpoint.removeprefix("ipc://"))
     if not endpoint.startswith("ipc:///") or not path.exists():
