@@ -117,7 +117,7 @@ def measure(num_nodes: int, seed: int = 7) -> dict[str, float]:
     times: dict[str, list[float]] = {"match": [], "insert": [], "hit": [], "fresh": [], "free": []}
     for _ in range(SAMPLES):
         # As a prompt arrives: new in memory, and therefore in the caches; the tree is not.
-        sequence = ScopedTokens(BLOCK_SIZE, [(bytes(prompts[rng.randrange(len(prompts))].packed), SCOPE)])
+        sequence = ScopedTokens(BLOCK_SIZE, [(bytes(prompts[rng.randrange(len(prompts))].packed), SCOPE, "")])
         match = _timed(times["match"], 1, cache.index.match_prefix, sequence, len(sequence))
         assert len(match.block_ids) == blocks
         node = _timed(times["hit"], blocks, cache.hold, match)
@@ -139,7 +139,10 @@ def _measure_insert(cache: Cache, rng: random.Random, cached: ScopedTokens, time
     half = RUNS * RUN_BLOCKS // 2
     sequence = ScopedTokens(
         BLOCK_SIZE,
-        [(bytes(cached.packed[: half * cached.stride]), SCOPE), (array("i", _tokens(rng, half)).tobytes(), SCOPE)],
+        [
+            (bytes(cached.packed[: half * cached.stride]), SCOPE, ""),
+            (array("i", _tokens(rng, half)).tobytes(), SCOPE, ""),
+        ],
     )
     match = cache.index.match_prefix(sequence, len(sequence))
     node = cache.hold(match)

@@ -78,7 +78,7 @@ class LLMEngine:
     def __init__(self, info: EngineInfo, settings: EngineSettings, runner: Runner) -> None:
         self._info = info
         self.settings = settings
-        self._runner = runner
+        self.runner = runner
         self._tokenizer: Tokenizer = Tokenizer.from_str(info.tokenizer_json.decode())
         self._counters = Counters()
         self._requests: dict[str, Request] = {}
@@ -94,9 +94,16 @@ class LLMEngine:
             block_size=self._info.block_size,
             root_key=bytes.fromhex(self._info.fingerprint),
             ghost_entries=settings.ghost_entries,
+            policy=settings.eviction_policy,
             caching=settings.enable_prefix_caching,
         )
-        limits = SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.prefill_chunk_size)
+        limits = SchedulerLimits(
+            max_num_seqs=settings.max_num_seqs,
+            token_budget=settings.max_num_batched_tokens,
+            prefill_chunk_size=settings.prefill_chunk_size,
+            cached_token_weight=settings.cached_token_weight,
+            output_token_weight=settings.output_token_weight,
+        )
         return Scheduler(limits, manager)
 
     # ------------------------------------------------------------------ requests
@@ -105,7 +112,7 @@ class LLMEngine:
         """Queue a request. Raises a `RadixgateError` that says what is wrong with it; then nothing has changed."""
         if submit.request_id in self._requests:
             raise InvalidRequestError(f"request id {submit.request_id!r} is in use", param="request_id")
-        if len(self.scheduler.waiting) >= self.settings.max_waiting:
+        if self.scheduler.num_waiting >= self.settings.max_waiting:
             raise OverloadedError(f"{self.settings.max_waiting} requests are waiting already; try again later")
         request = Request(submit, self._info.block_size, self._arrivals, secrets.randbits(63))
         self._check_tokens(request)
@@ -164,7 +171,7 @@ class LLMEngine:
             return self._reset_cache(InvariantError(stalled)) if self._requests else []
         self._counters.num_steps += 1
         try:
-            tokens = self._runner.execute(output)
+            tokens = self.runner.execute(output)
         except NonFiniteLogitsError as error:
             return self._fail_rows(output, error)
         except Exception as error:  # noqa: BLE001  whatever it was, the other requests go on
@@ -275,7 +282,7 @@ class LLMEngine:
             num_free_blocks=blocks.free,
             num_cached_blocks=blocks.cached,
             num_active_blocks=blocks.active,
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=self.scheduler.num_waiting,
             num_running=len(self.scheduler.running),
             **{name: getattr(counters, name) for name in Counters.__dataclass_fields__},
         )

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from engine.batch import BlockCopy
 from engine.block_pool import BlockPool
 from engine.errors import InvariantError
+from engine.eviction import Policy
 from engine.prefix_index import MissReason, PrefixIndex, PrefixMatch
-from engine.protocol import PromptAccount
+from engine.protocol import PromptAccount, TenantPolicy
 from engine.request import Request
 
 
@@ -40,13 +41,27 @@ class BlockCounts:
 class KVCacheManager:
     """Owns the pool and the index, and keeps the two of one mind."""
 
-    def __init__(self, num_blocks: int, block_size: int, root_key: bytes, ghost_entries: int, caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        root_key: bytes,
+        *,
+        ghost_entries: int = 65536,
+        policy: Policy = "lru",
+        caching: bool = True,
+    ) -> None:
         self.block_size = block_size
         self.caching = caching
         self.pool = BlockPool(num_blocks)
-        self.index = PrefixIndex(block_size, root_key, ghost_entries)
+        self.index = PrefixIndex(block_size, root_key, ghost_entries, policy)
         # Blocks that running requests are about to compute, by key: who else wants one waits for it.
         self._computing: dict[bytes, Request] = {}
+
+    def set_policy(self, tenant_id: str, policy: TenantPolicy) -> None:
+        """A floor is rounded down to whole blocks, a quota, too."""
+        quota = None if policy.kv_quota_tokens is None else policy.kv_quota_tokens // self.block_size
+        self.index.order.set_limits(tenant_id, policy.kv_floor_tokens // self.block_size, quota)
 
     # ------------------------------------------------------------------ admission
 
@@ -55,6 +70,11 @@ class KVCacheManager:
         if not (self.caching and request.indexable):
             return None
         return self.index.match_prefix(request.tokens, request.num_tokens - 1)
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """How much of a waiting request is in the cache now."""
+        match = self.get_computed_blocks(request)
+        return match.num_tokens if match else 0
 
     def is_awaiting(self, request: Request, match: PrefixMatch | None) -> bool:
         """Whether the next block this request lacks is being computed by another one right now.
@@ -112,7 +132,7 @@ class KVCacheManager:
         The source is not pinned: should it be evicted while this step is scheduled, its new owner writes only
         after the copies, which run first and in order.
         """
-        if not self._make_room(1):
+        if not self._make_room(1, request):
             return None
         fresh = self.pool.allocate(1)
         if fresh[0] == source:  # evicted to make this very room: its slots already lie where they should
@@ -162,17 +182,17 @@ class KVCacheManager:
         needed = self._blocks_for(request.num_computed_tokens + num_new_tokens) - len(request.block_table)
         if needed <= 0:
             return True
-        if not self._make_room(needed):
+        if not self._make_room(needed, request):
             return False
         request.block_table += self.pool.allocate(needed)
         return True
 
-    def _make_room(self, count: int) -> bool:
+    def _make_room(self, count: int, request: Request) -> bool:
         missing = count - self.pool.num_free
         if missing > self.pool.num_cached:
             return False
         if missing > 0:
-            self.pool.evict(self.index.evict(missing))
+            self.pool.evict(self.index.evict(missing, request.tenant_id))
         return True
 
     def _blocks_for(self, num_tokens: int) -> int:
@@ -202,6 +222,7 @@ class KVCacheManager:
         self.pool.mark_indexed(block_ids[len(done.adopted) : done.num_blocks])
         self._withdraw(request, last - first)
         request.num_indexed_blocks = first + done.num_blocks
+        self.pool.evict(self.index.trim(request.tenant_id))
         if done.num_blocks < last - first:
             self._withdraw(request, len(request.pending_keys))
             request.indexable = False

@@ -23,19 +23,18 @@ Locks     A request locks the path to the last block it holds: `lock_count` of a
           it, all the way up. A path that ends inside a run splits the run first, so every block of a node is held
           by the same requests, and its `ref_count` in the pool equals the node's `lock_count` (I3).
 
-Eviction  Unlocked nodes stand in `_lru`, least recently used first. Unlocking walks from the leaf up, so a node
-          always stands behind everything below it: the first node is a leaf, and taking blocks from its tail keeps
-          I4 (no child without its parent) with O(1) work a block. A heap of leaves would need O(log n) and stale
-          entries; a list of blocks instead of nodes costs two pointers for each block of each request.
+Eviction  A node without locks and without children is evictable; `engine/eviction.py` says which goes first. Blocks
+          go from its tail, and only then its parent's turn comes: I4, no child without its parent. Whole runs stand in
+          the order, not blocks: letting go of a long prompt is one entry, not one a block.
 
-Nothing here scans: match, lock, insert and evict touch only the path. Not one tensor, either.
+Nothing here scans: match, lock, insert and evict touch only the path (and a heap's logarithm). Not one tensor, either.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -43,6 +42,7 @@ from enum import Enum
 import xxhash
 
 from engine.errors import InvariantError
+from engine.eviction import EvictionOrder, Leaf, Owner, Policy
 from engine.scoped_tokens import TOKEN_BYTES, ScopedTokens
 
 KEY_BYTES = 16
@@ -60,17 +60,38 @@ class MissReason(Enum):
 class Node:
     """A run of full blocks. Hold one only through `lock`; its fields are the index's business."""
 
-    __slots__ = ("block_ids", "children", "first_blocks", "keys", "lock_count", "parent", "scope", "tokens")
+    __slots__ = (
+        "block_ids",
+        "children",
+        "first_block",
+        "first_blocks",
+        "hits",
+        "keys",
+        "lock_count",
+        "owner",
+        "parent",
+        "priority",
+        "scope",
+        "ticket",
+        "tokens",
+    )
 
-    def __init__(self, parent: Node | None, scope: bytes, tokens: bytes, keys: bytes, block_ids: array[int]) -> None:
+    def __init__(
+        self, parent: Node | None, scope: bytes, owner: Owner, tokens: bytes, keys: bytes, block_ids: array[int]
+    ) -> None:
         self.parent = parent
+        self.first_block = parent.end_block if parent else 0
         self.scope = scope
+        self.owner = owner  # who pays for it: the owner of the scope
         self.tokens = tokens  # of the run, packed
         self.keys = keys  # of the run's blocks, KEY_BYTES each
         self.block_ids = block_ids
         self.children: dict[bytes, Node] | None = None  # by the key of their first block
         self.first_blocks: dict[bytes, list[bytes]] | None = None  # scope → children's first blocks' tokens, sorted
         self.lock_count = 0
+        self.hits = 0  # times it was locked again after it was made
+        self.priority = 0.0  # in the order of eviction, since it was last let go
+        self.ticket = 0  # of the eviction order; 0: not evictable
 
     @property
     def last_key(self) -> bytes:
@@ -79,6 +100,11 @@ class Node:
     @property
     def num_blocks(self) -> int:
         return len(self.block_ids)
+
+    @property
+    def end_block(self) -> int:
+        """Blocks from the root to the run's end."""
+        return self.first_block + len(self.block_ids)
 
 
 @dataclass(slots=True, frozen=True)
@@ -107,17 +133,18 @@ class PrefixIndex:
         block_size: int,
         root_key: bytes = bytes(KEY_BYTES),
         ghost_entries: int = 65536,
+        policy: Policy = "lru",
         digest: Callable[[bytes], bytes] = xxhash.xxh3_128_digest,
     ) -> None:
         """`root_key` is derived from the model fingerprint: another model's keys can never meet ours."""
         self.block_size = block_size
-        self.root = Node(None, _ROOT_SCOPE, b"", root_key, array("i"))
+        self.order = EvictionOrder(policy)
+        self.root = Node(None, _ROOT_SCOPE, Owner("nobody"), b"", root_key, array("i"))
         self.num_blocks = 0
         self.num_nodes = 0
         self.num_evicted_blocks = 0
         self._stride = block_size * TOKEN_BYTES
         self._digest = digest
-        self._lru: OrderedDict[Node, None] = OrderedDict()
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._max_ghosts = ghost_entries
 
@@ -233,41 +260,48 @@ class PrefixIndex:
         return node
 
     def unlock(self, node: Node) -> None:
-        """Undo one `lock`. What nobody holds any more becomes evictable, leaf before parent, most recent last."""
+        """Undo one `lock`. What nobody holds any more may go, most recently used last, leaf before parent."""
         at: Node | None = node
         while at is not None and at is not self.root:
             at.lock_count -= 1
             if at.lock_count < 0:
                 raise InvariantError("I3: a prefix was unlocked more often than it was locked")
             if not at.lock_count:
-                self._lru[at] = None
+                at.priority = self.order.use_priority(at.hits, at.end_block)
+                self._offer(at)
             at = at.parent
+
+    def _offer(self, node: Node) -> None:
+        if not node.lock_count and not node.children and node is not self.root:
+            self.order.add(node)
 
     def _add_lock(self, node: Node) -> None:
         at: Node | None = node
         while at is not None and at is not self.root:
-            if not at.lock_count:
-                del self._lru[at]
-            at.lock_count += 1
+            self._hold(at)
             at = at.parent
+
+    def _hold(self, node: Node) -> None:
+        self.order.discard(node)
+        node.lock_count += 1
+        node.hits += 1
 
     def _split(self, lower: Node, blocks: int) -> Node:
         """
             parent ── [a b c d] lower         →      parent ── [a b] upper ── [c d] lower
 
-        `lower` keeps its identity, its holders and its place in the LRU order. The new upper part is held by the
-        same requests; when that is none, the caller locks it at once (it must stand behind `lower` in the order).
+        `lower` keeps its identity, its holders and its place in the order of eviction. The new upper part is held by
+        the same requests; when that is none, the caller locks it at once.
         """
         parent = _parent(lower)
         cut, keys = blocks * self._stride, blocks * KEY_BYTES
-        upper = Node(parent, lower.scope, lower.tokens[:cut], lower.keys[:keys], lower.block_ids[:blocks])
+        upper = Node(parent, lower.scope, lower.owner, lower.tokens[:cut], lower.keys[:keys], lower.block_ids[:blocks])
         assert parent.children is not None
         parent.children[upper.keys[:KEY_BYTES]] = upper  # same first block: the sorted first blocks stay as they are
         lower.parent, lower.tokens, lower.keys = upper, lower.tokens[cut:], lower.keys[keys:]
         lower.block_ids = lower.block_ids[blocks:]
-        upper.lock_count = lower.lock_count
-        if not upper.lock_count:
-            self._lru[upper] = None
+        lower.first_block += blocks
+        upper.lock_count, upper.hits = lower.lock_count, lower.hits
         self._attach(upper, lower)
         self.num_nodes += 1
         return upper
@@ -302,9 +336,7 @@ class PrefixIndex:
                 break  # two prefixes with one key: the later one stays outside
             if shared < existing.num_blocks:
                 existing = self._split(existing, shared)
-            if not existing.lock_count:
-                del self._lru[existing]
-            existing.lock_count += 1
+            self._hold(existing)
             # Not just an optimisation: what follows would otherwise hang below blocks that nobody's table holds.
             adopted += existing.block_ids
             at, done = existing, done + shared
@@ -325,12 +357,14 @@ class PrefixIndex:
         tokens = bytes(sequence.packed[first * self._stride : (first + count) * self._stride])
         ids = block_ids[offset : offset + count]
         self.num_blocks += count
+        owner = self.order.owner(sequence.owner(scope))
+        self.order.count(owner, count)
         if at.lock_count == 1 and not at.children and at.scope == scope:
             at.tokens += tokens
             at.keys += b"".join(keys)
             at.block_ids += ids
             return at
-        child = Node(at, scope, tokens, b"".join(keys), ids)
+        child = Node(at, scope, owner, tokens, b"".join(keys), ids)
         child.lock_count = 1
         self._attach(at, child)
         self.num_nodes += 1
@@ -342,28 +376,39 @@ class PrefixIndex:
         parent.children[child.keys[:KEY_BYTES]] = child
         insort(parent.first_blocks.setdefault(child.scope, []), child.tokens[: self._stride])
 
-    def evict(self, count: int) -> array[int]:
-        """Let go of up to `count` unlocked blocks, least recently used path first, its tail first."""
+    def evict(self, count: int, pressed_by: str) -> array[int]:
+        """Let go of up to `count` blocks that nobody holds, because `pressed_by` needs room: tails before heads."""
         freed = array("i")
-        while len(freed) < count and self._lru:
-            node = next(iter(self._lru))
-            if node.children:
-                raise InvariantError("I4: a node was to be evicted before its children")
-            take = min(count - len(freed), node.num_blocks)
-            freed += node.block_ids[: -take - 1 : -1]
-            self._remember(node.keys[-take * KEY_BYTES :])
-            if take == node.num_blocks:
-                self._remove_leaf(node)
-            else:
-                node.tokens = node.tokens[: -take * self._stride]
-                node.keys = node.keys[: -take * KEY_BYTES]
-                del node.block_ids[-take:]
-        self.num_blocks -= len(freed)
-        self.num_evicted_blocks += len(freed)
+        while len(freed) < count and (victim := self.order.next_victim(pressed_by)):
+            leaf, most = victim
+            freed += self._cut_tail(_as_node(leaf), min(count - len(freed), most), pressed_by)
+        return freed
+
+    def trim(self, owner_name: str) -> array[int]:
+        """Bring an owner back to its quota, as far as nobody holds its blocks."""
+        owner, freed = self.order.owner(owner_name), array("i")
+        while owner.excess > 0 and (leaf := self.order.own_victim(owner)):
+            freed += self._cut_tail(_as_node(leaf), min(owner.excess, leaf.num_blocks), owner_name)
+        return freed
+
+    def _cut_tail(self, node: Node, count: int, pressed_by: str) -> array[int]:
+        if node.children or node.lock_count:
+            raise InvariantError("I4: a node was to be evicted before its children, or while it is held")
+        freed = node.block_ids[: -count - 1 : -1]
+        self._remember(node.keys[-count * KEY_BYTES :])
+        if count == node.num_blocks:
+            self._remove_leaf(node)
+        else:
+            node.tokens = node.tokens[: -count * self._stride]
+            node.keys = node.keys[: -count * KEY_BYTES]
+            del node.block_ids[-count:]
+        self.order.gone(node, count, pressed_by)
+        self.num_blocks -= count
+        self.num_evicted_blocks += count
         return freed
 
     def _remove_leaf(self, node: Node) -> None:
-        del self._lru[node]
+        self.order.discard(node)
         parent = _parent(node)
         assert parent.children is not None
         assert parent.first_blocks is not None
@@ -374,6 +419,7 @@ class PrefixIndex:
             del parent.first_blocks[node.scope]
         node.parent = None  # no cycles: the node is freed here, not by a collector that walks the whole tree
         self.num_nodes -= 1
+        self._offer(parent)
 
     def _remember(self, keys: bytes) -> None:
         """Ghosts: keys that were here, so that a later miss can say so."""
@@ -397,11 +443,13 @@ class PrefixIndex:
     def check_integrity(self, ref_count: Callable[[int], int]) -> None:
         """Walk everything: keys, tokens, locks, order, counts. `ref_count` is the pool's."""
         seen: set[int] = set()
-        order = {node: place for place, node in enumerate(self._lru)}
+        evictable = set(map(_as_node, self.order.candidates()))
+        owned: Counter[str] = Counter()
         num_nodes = 0
         for node in self.nodes():
             num_nodes += 1
-            self._check_node(node, ref_count, order)
+            owned[node.owner.name] += node.num_blocks
+            self._check_node(node, ref_count, evictable)
             if not seen.isdisjoint(node.block_ids):
                 raise InvariantError("I1: a block stands in the index twice")
             seen.update(node.block_ids)
@@ -409,10 +457,12 @@ class PrefixIndex:
             raise InvariantError(
                 f"I1: {num_nodes} nodes, {len(seen)} blocks; counted {self.num_nodes}, {self.num_blocks}"
             )
-        if len(order) != sum(not node.lock_count for node in self.nodes()):
+        if any(node.parent is None for node in evictable):
             raise InvariantError("I4: the eviction order holds a node that is not in the tree")
+        if owned != Counter({name: owner.num_blocks for name, owner in self.order.owners.items()}):
+            raise InvariantError("I9: what the owners are charged for is not what they have in the tree")
 
-    def _check_node(self, node: Node, ref_count: Callable[[int], int], order: dict[Node, int]) -> None:
+    def _check_node(self, node: Node, ref_count: Callable[[int], int], evictable: set[Node]) -> None:
         parent = _parent(node)
         count = node.num_blocks
         if not count or len(node.tokens) != count * self._stride or len(node.keys) != count * KEY_BYTES:
@@ -425,12 +475,12 @@ class PrefixIndex:
                 raise InvariantError("I8: a block's key is not that of its prefix")
         if any(ref_count(block_id) != node.lock_count for block_id in node.block_ids):
             raise InvariantError("I3: a node's locks and its blocks' ref_counts differ")
-        if (node in order) != (node.lock_count == 0):
-            raise InvariantError("I4: a node is evictable and locked, or neither")
+        if (node in evictable) != (node.lock_count == 0 and not node.children):
+            raise InvariantError("I4: a node is evictable without being a leaf that nobody holds, or the reverse")
+        if node.first_block != parent.end_block:
+            raise InvariantError("I4: a node does not begin where its parent ends")
         if parent is not self.root and parent.lock_count < node.lock_count:
             raise InvariantError("I4: a node is held, its parent is not")
-        if node in order and parent in order and order[parent] < order[node]:
-            raise InvariantError("I4: a parent would be evicted before its child")
         siblings = sorted(c.tokens[: self._stride] for c in (node.children or {}).values())
         if siblings != sorted(t for group in (node.first_blocks or {}).values() for t in group):
             raise InvariantError("I8: the children's first blocks are not those listed")
@@ -443,6 +493,11 @@ class Insertion:
     node: Node  # the end of the path, locked in place of the one that was passed in
     num_blocks: int  # how many of the given blocks the path now covers
     adopted: array[int]  # the index's own blocks for the first len(adopted) of them
+
+
+def _as_node(leaf: Leaf) -> Node:
+    assert isinstance(leaf, Node)
+    return leaf
 
 
 def _parent(node: Node) -> Node:

@@ -58,6 +58,7 @@ class Segment(msgspec.Struct, frozen=True):
     tokens: bytes  # pack_tokens
     scope: bytes
     document_id: str | None = None
+    owner: str = ""  # who pays for the blocks of this scope; "": the request's tenant
 
     @classmethod
     def of(cls, kind: SegmentKind, token_ids: Sequence[int], scope: bytes, document_id: str | None = None) -> Segment:
@@ -118,11 +119,22 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     protocol_version: int = PROTOCOL_VERSION
 
 
+class TenantPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant may have of the engine; the latest one that came with a request holds."""
+
+    weight: float = 1.0  # its share of the compute, relative to other tenants
+    max_running: int | None = None  # requests in the batch at a time
+    kv_floor_tokens: int = 0  # cached tokens that others cannot take while they have more than their own floor
+    kv_quota_tokens: int | None = None  # cached tokens above which its own least recently used blocks go
+
+
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     request_id: str
     tenant_id: str
     segments: tuple[Segment, ...]
     sampling: SamplingParams
+    policy: TenantPolicy = TenantPolicy()
+    priority: int = 0  # lower goes first, strictly, over all tenants
     use_cache: bool = True  # False: neither looks a prefix up nor leaves one behind
 
 

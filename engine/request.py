@@ -12,6 +12,7 @@ from engine.scoped_tokens import ScopedTokens
 
 class RequestState(Enum):
     WAITING = "waiting"  # holds no block
+    PARKED = "parked"  # neither; another request is computing the next block it needs
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -35,11 +36,14 @@ class Request:
         "block_table",
         "indexable",
         "node",
+        "num_bypasses",
         "num_computed_tokens",
         "num_indexed_blocks",
         "num_prompt_tokens",
         "num_resets",
         "pending_keys",
+        "policy",
+        "priority",
         "request_id",
         "sampling",
         "seed",
@@ -56,7 +60,11 @@ class Request:
         self.sampling: SamplingParams = submit.sampling
         self.seed = seed if submit.sampling.seed is None else submit.sampling.seed
         self.arrival = arrival
-        self.tokens = ScopedTokens(block_size, [(segment.tokens, segment.scope) for segment in submit.segments])
+        self.policy = submit.policy
+        self.priority = submit.priority
+        self.num_bypasses = 0  # times a later request of its tenant went first
+        spans = [(segment.tokens, segment.scope, segment.owner or submit.tenant_id) for segment in submit.segments]
+        self.tokens = ScopedTokens(block_size, spans)
         self.token_ids: list[int] = unpack_tokens(bytes(self.tokens.packed))
         self.num_prompt_tokens = len(self.token_ids)
         self.state = RequestState.WAITING

@@ -5,15 +5,16 @@ in place; a step moves that number forward. There is no prefill phase and no dec
 one token, a fresh one lacks its prompt, a preempted one lacks prompt and output. Each step:
 
     1. Running requests that lack one token get it: decoding never waits for anybody's prompt.
-    2. Running requests that lack more get a chunk, cut at absolute multiples of `prefill_chunk_size`, so that a
-       prompt is cut alike whatever part of it was cached.
-    3. Waiting requests are admitted in order of arrival while tokens, sequences and blocks allow.
-    4. Whenever blocks run out, the request that arrived last is preempted: it gives its blocks back (full ones stay
-       in the index) and waits at its old place. The oldest request is never preempted for another, and it fits into
-       the pool alone (the engine checks that on arrival), so it always finishes: no livelock.
+    2. Running requests that lack more get a chunk, tenants that have had least first. Chunks are cut at absolute
+       multiples of `prefill_chunk_size`, so that a prompt is cut alike whatever part of it was cached.
+    3. Waiting requests are admitted in fair order (`engine/fair_queue.py`) while tokens, sequences and blocks allow.
+       Nobody overtakes a request that only lacks room, or a long one would wait for ever.
+    4. Whenever blocks run out, the request that ranks last by (priority, arrival) is preempted: it gives its blocks
+       back (full ones stay in the index) and waits again. The first in rank is never preempted for another, and it
+       fits into the pool alone (the engine checks that on arrival), so it always finishes: no livelock.
 
-A request whose next block is being computed by another one steps aside (`is_awaiting`) and is admitted when that
-block is there: a burst of one prompt is computed once.
+A request whose next block is being computed by another one is parked and comes back when that block is there: a
+burst of one prompt is computed once.
 
 Two alternatives rejected: prefill steps that exclude decoding (every prompt then stalls every stream), and chunks
 that fill the budget exactly (the same prompt would be cut elsewhere each time, and its KV differ in the last bits).
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 
 from engine.batch import BlockCopy, ScheduledSequence, SchedulerOutput
 from engine.errors import InvariantError
+from engine.fair_queue import FairQueue
 from engine.kv_cache_manager import KVCacheManager
 from engine.request import Request, RequestState
 
@@ -35,32 +37,48 @@ class SchedulerLimits:
     max_num_seqs: int  # sequences in a step
     token_budget: int  # new tokens in a step; at least the chunk size
     prefill_chunk_size: int
+    cached_token_weight: float = 0.1  # in a tenant's share; a computed token counts 1
+    output_token_weight: float = 2.0
 
 
 class Scheduler:
-    """Owns `waiting` and `running`, both in order of arrival."""
+    """Owns every request: `queue` (waiting), `parked` (waiting for another's block), `running` (in rank order)."""
 
     def __init__(self, limits: SchedulerLimits, manager: KVCacheManager) -> None:
         if limits.token_budget < limits.prefill_chunk_size:
             raise ValueError("the token budget is smaller than a prefill chunk")
         self.limits = limits
         self.manager = manager
-        self.waiting: list[Request] = []
+        self.queue = FairQueue()
+        self.parked: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
 
+    @property
+    def num_waiting(self) -> int:
+        return self.queue.num_waiting + len(self.parked)
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Everyone who is not in the batch, in order of arrival."""
+        return sorted(self.queue.requests() + self.parked, key=lambda request: request.arrival)
+
     def add(self, request: Request) -> None:
         request.state = RequestState.WAITING
-        insort(self.waiting, request, key=lambda r: r.arrival)
+        self.manager.set_policy(request.tenant_id, request.policy)
+        self.queue.add(request)
 
     def finish(self, request: Request) -> None:
         """Out of the scheduler, blocks given back, whatever state it was in."""
-        self._queue_of(request).remove(request)
+        if request.state is RequestState.RUNNING:
+            self.running.remove(request)
+            self.queue.stop(request)
+        elif request.state is RequestState.PARKED:
+            self.parked.remove(request)
+        else:
+            self.queue.remove(request)
         request.state = RequestState.FINISHED
         self.manager.free(request)
-
-    def _queue_of(self, request: Request) -> list[Request]:
-        return self.running if request.state is RequestState.RUNNING else self.waiting
 
     # ------------------------------------------------------------------ one step
 
@@ -70,16 +88,17 @@ class Scheduler:
         for request in self.running[:]:
             if _lacks(request) == 1:
                 self._schedule_running(request, step)
-        for request in self.running[:]:
+        for request in sorted(self.running, key=lambda r: (r.priority, self.queue.counter(r), r.arrival)):
             if _lacks(request) > 1:
                 self._schedule_running(request, step)
         if self.num_preemptions == preemptions:  # what was just taken from a running request is not handed out anew
+            self._unpark()
             self._admit_waiting(step)
         return step.output()
 
     def _schedule_running(self, request: Request, step: _Step) -> None:
         if request.state is not RequestState.RUNNING:
-            return  # preempted by an older request of this very step
+            return  # preempted for a request of this very step
         count = self._chunk(request)
         if count > step.budget:
             return
@@ -88,17 +107,24 @@ class Scheduler:
             self._preempt(victim, step)
             if victim is request:
                 return
-        step.add(request, count)
+        self._add_to_step(request, count, step)
 
-    def _chunk(self, request: Request) -> int:
+    def _add_to_step(self, request: Request, count: int, step: _Step) -> None:
+        step.add(request, count)
+        decoding = request.num_computed_tokens >= request.num_prompt_tokens
+        self.queue.charge(request, count * (self.limits.output_token_weight if decoding else 1.0))
+
+    def _chunk(self, request: Request, start: int | None = None) -> int:
         """New tokens up to the next absolute multiple of the chunk size, or to the end."""
-        start, chunk = request.num_computed_tokens, self.limits.prefill_chunk_size
+        start = request.num_computed_tokens if start is None else start
+        chunk = self.limits.prefill_chunk_size
         return min(request.num_tokens, (start // chunk + 1) * chunk) - start
 
     def _preempt(self, victim: Request, step: _Step) -> None:
         if len(self.running) == 1:
             raise InvariantError(f"I1: request {victim.request_id} does not fit into the pool alone")
         self.running.remove(victim)
+        self.queue.stop(victim)
         self.manager.free(victim)
         step.drop(victim)
         self.num_preemptions += 1
@@ -106,38 +132,51 @@ class Scheduler:
 
     # ------------------------------------------------------------------ admission
 
-    def _admit_waiting(self, step: _Step) -> None:
-        for request in self.waiting[:]:
-            if step.budget <= 0 or len(self.running) >= self.limits.max_num_seqs:
-                return
+    def _unpark(self) -> None:
+        """Who waited for a block that is there now (or will not be) may be admitted again."""
+        still: list[Request] = []
+        for request in self.parked:
             if self.manager.is_still_awaiting(request):
-                continue
-            if not self._admit(request, step):
+                still.append(request)
+            else:
+                self.add(request)
+        self.parked = still
+
+    def _admit_waiting(self, step: _Step) -> None:
+        while step.budget > 0 and len(self.running) < self.limits.max_num_seqs:
+            request = self.queue.next(self.manager.num_cached_tokens)
+            if request is None or not self._admit(request, step):
                 return
 
     def _admit(self, request: Request, step: _Step) -> bool:
-        """Start a request; False when it (and with it everyone behind it) has to wait for room."""
+        """Start a request, or park it; False when it has to wait for room, and everyone else with it."""
         match = self.manager.get_computed_blocks(request)
         if self.manager.is_awaiting(request, match):
+            self.queue.remove(request)
+            request.state = RequestState.PARKED
+            self.parked.append(request)
             return True
         if not self.manager.can_admit(request, match, reserve=len(self.running)):
             return False
-        first = match.num_tokens if match else 0
-        chunk = self.limits.prefill_chunk_size
-        if min(request.num_tokens, (first // chunk + 1) * chunk) - first > step.budget:
+        if self._chunk(request, match.num_tokens if match else 0) > step.budget:
             return False
         copy = self.manager.admit(request, match)
         count = self._chunk(request)
         if count > step.budget or not self.manager.allocate_slots(request, count):
             self.manager.free(request)  # a copy that found no room made the chunk longer
             return False
-        self.waiting.remove(request)
-        request.state = RequestState.RUNNING
-        insort(self.running, request, key=lambda r: r.arrival)
+        self._start(request)
         if copy is not None:
             step.copies[request.request_id] = copy
-        step.add(request, count)
+        self._add_to_step(request, count, step)
         return True
+
+    def _start(self, request: Request) -> None:
+        self.queue.bypassed_by(request)
+        self.queue.start(request)
+        request.state = RequestState.RUNNING
+        insort(self.running, request, key=lambda r: (r.priority, r.arrival))
+        self.queue.charge(request, request.num_computed_tokens * self.limits.cached_token_weight)
 
 
 class _Step:

@@ -23,16 +23,20 @@ TOKEN_BYTES = 4
 class ScopedTokens:
     """Token ids, packed, and the scope of each block. Grows at its end only."""
 
-    __slots__ = ("_end_blocks", "_scopes", "block_size", "packed", "stride")
+    __slots__ = ("_end_blocks", "_owners", "_scopes", "block_size", "packed", "stride")
 
-    def __init__(self, block_size: int, spans: Iterable[tuple[bytes, bytes]]) -> None:
-        """`spans`: (packed tokens, scope), in prompt order; adjacent spans of one scope are joined."""
+    def __init__(self, block_size: int, spans: Iterable[tuple[bytes, bytes, str]]) -> None:
+        """`spans`: (packed tokens, scope, owner), in prompt order; adjacent spans of one scope are joined.
+
+        The owner is who pays for the scope's blocks; one scope has one owner.
+        """
         self.block_size = block_size
         self.stride = block_size * TOKEN_BYTES  # bytes of tokens in a block
         self.packed = bytearray()
         self._scopes: list[bytes] = []
         self._end_blocks: list[int] = []  # [i]: the first block beyond span i
-        for tokens, scope in spans:
+        self._owners: dict[bytes, str] = {}
+        for tokens, scope, owner in spans:
             if len(scope) != SCOPE_BYTES:
                 raise InvalidRequestError(f"a scope must have {SCOPE_BYTES} bytes, not {len(scope)}", param="segments")
             self.packed += tokens
@@ -43,13 +47,15 @@ class ScopedTokens:
             else:
                 self._scopes.append(scope)
             self._end_blocks.append(len(self.packed) // self.stride)
+            if self._owners.setdefault(scope, owner) != owner:
+                raise InvalidRequestError("a scope has two owners", param="segments")
         if not self.packed:
             raise InvalidRequestError("the prompt has no tokens", param="messages")
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], scope: bytes, block_size: int) -> ScopedTokens:
+    def of(cls, token_ids: Sequence[int], scope: bytes, block_size: int, owner: str = "") -> ScopedTokens:
         """All tokens under one scope."""
-        return cls(block_size, [(pack_tokens(token_ids), scope)])
+        return cls(block_size, [(pack_tokens(token_ids), scope, owner)])
 
     def __len__(self) -> int:
         """Tokens."""
@@ -69,6 +75,10 @@ class ScopedTokens:
         """The scopes this sequence may read at a block: its own there, and every wider one before."""
         last = self.span(block)[0]
         return self._scopes[: self._scopes.index(last) + 1]
+
+    def owner(self, scope: bytes) -> str:
+        """Who pays for blocks of this scope."""
+        return self._owners[scope]
 
     def block_tokens(self, block: int) -> bytes:
         return bytes(self.packed[block * self.stride : (block + 1) * self.stride])

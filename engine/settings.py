@@ -23,7 +23,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, cast, get_type_hints
+from typing import Annotated, Literal, cast, get_type_hints
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -65,6 +65,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunk_size: Positive = 512  # prefill is cut at absolute multiples of this
     max_waiting: Positive = 1024  # requests; beyond, 503
     enable_prefix_caching: bool = True
+    eviction_policy: Literal["lru", "gdsf"] = "lru"  # least recently used, or frequency · cost with ageing
+    cached_token_weight: Annotated[float, Meta(ge=0)] = 0.1  # of a cached token in a tenant's fair share; computed: 1
+    output_token_weight: Annotated[float, Meta(ge=0)] = 2.0
     ghost_entries: NotNegative = 65536  # evicted keys that are remembered
     threads: NotNegative = 0  # torch's; 0: the machine's cores
 

@@ -115,7 +115,7 @@ def _cost_with_others(others: int) -> dict[str, int]:
     match = index.match_prefix(prompt, 32)
     costs["hit"] = _calls(lambda: (index.lock(match), pool.acquire(match.block_ids)))
     costs["free"] = _calls(lambda: (index.unlock(match.node), pool.release(match.block_ids)))
-    costs["evict"] = _calls(lambda: pool.evict(index.evict(2)))
+    costs["evict"] = _calls(lambda: pool.evict(index.evict(2, "x")))
     return costs
 
 

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from engine.engine import LLMEngine
-from engine.protocol import Delta, EngineInfo, Failure, PromptAccount, SamplingParams, Segment, SegmentKind, Submit
+from engine.protocol import (
+    Delta,
+    EngineInfo,
+    Failure,
+    PromptAccount,
+    SamplingParams,
+    Segment,
+    SegmentKind,
+    Submit,
+    TenantPolicy,
+    pack_tokens,
+)
 from engine.settings import EngineSettings
 from tests.engine.fake_runner import FakeRunner
 
@@ -85,15 +96,30 @@ class Harness:
         public: int = 0,
         use_cache: bool = True,
         name: str = "",
+        tenant: str = "t",
+        policy: TenantPolicy | None = None,
+        priority: int = 0,
     ) -> str:
-        """The first `public` tokens are in the public scope, the rest in `scope`."""
+        """The first `public` tokens are in the public scope (and the public's), the rest in `scope`."""
         self._names += 1
         name = name or f"r{self._names}"
         parts = [(prompt[:public], PUBLIC, SegmentKind.SYSTEM), (prompt[public:], scope, SegmentKind.QUESTION)]
-        segments = tuple(Segment.of(kind, part, who) for part, who, kind in parts if part)
+        segments = tuple(
+            Segment(kind, pack_tokens(part), who, owner="public" if who == PUBLIC else "")
+            for part, who, kind in parts
+            if part
+        )
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         self.engine.add_request(
-            Submit(request_id=name, tenant_id="t", segments=segments, sampling=sampling, use_cache=use_cache)
+            Submit(
+                request_id=name,
+                tenant_id=tenant,
+                segments=segments,
+                sampling=sampling,
+                policy=policy or TenantPolicy(),
+                priority=priority,
+                use_cache=use_cache,
+            )
         )
         return name
 

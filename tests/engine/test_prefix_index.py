@@ -23,7 +23,7 @@ Spans = Sequence[tuple[Sequence[int], bytes]]
 
 
 def sequence_of(*spans: tuple[Sequence[int], bytes]) -> ScopedTokens:
-    return ScopedTokens(BLOCK, [(pack_tokens(tokens), scope) for tokens, scope in spans])
+    return ScopedTokens(BLOCK, [(pack_tokens(tokens), scope, scope.decode()) for tokens, scope in spans])
 
 
 class Holder:
@@ -160,9 +160,9 @@ def test_eviction_takes_tails_before_heads_and_the_least_recently_used_first() -
     insert(index, ([1, 1, 2, 2, 3, 3], A), first_id=10)
     insert(index, ([1, 1, 2, 2, 4, 4], A), first_id=20)
     insert(index, ([9, 9], A), first_id=30)
-    assert list(index.evict(1)) == [12]
+    assert list(index.evict(1, "x")) == [12]
     index.unlock(index.lock(match(index, ([1, 1, 2, 2, 4, 4], A))))
-    assert list(index.evict(9)) == [30, 20, 11, 10]
+    assert list(index.evict(9, "x")) == [30, 20, 11, 10]
     assert (index.num_blocks, index.num_nodes) == (0, 0)
 
 
@@ -172,7 +172,7 @@ def test_a_miss_says_why() -> None:
     insert(index, ([1, 1, 2, 2], A), first_id=10)
     assert match(index, ([1, 1, 3, 3], A)).reason is MissReason.DIVERGED
     assert match(index, ([5, 5], A)).reason is MissReason.COLD
-    index.evict(1)
+    index.evict(1, "x")
     assert match(index, ([1, 1, 2, 2], A)).reason is MissReason.EVICTED
     assert match(index, ([1, 1, 2, 2], B)).reason is MissReason.COLD
 
@@ -181,7 +181,7 @@ def test_the_ghost_list_is_bounded() -> None:
     index = PrefixIndex(BLOCK, ghost_entries=1)
     insert(index, ([1, 1], A), first_id=10)
     insert(index, ([2, 2], A), first_id=20)
-    index.evict(2)
+    index.evict(2, "x")
     assert match(index, ([1, 1], A)).reason is MissReason.COLD
     assert match(index, ([2, 2], A)).reason is MissReason.EVICTED
 
@@ -190,7 +190,7 @@ def test_an_evicted_and_reused_block_is_never_found_under_its_old_prompt() -> No
     """nano-vllm#163: an old hash still led to a reused block, and unrelated KV was served."""
     index = PrefixIndex(BLOCK)
     (block,) = insert(index, ([1, 1], A), first_id=7)
-    assert list(index.evict(1)) == [block]
+    assert list(index.evict(1, "x")) == [block]
     insert(index, ([2, 2], A), first_id=7)
     assert match(index, ([1, 1], A)).num_tokens == 0
     assert list(match(index, ([2, 2], A)).block_ids) == [7]
@@ -201,7 +201,7 @@ def test_match_changes_nothing_not_even_recency() -> None:
     insert(index, ([1, 1], A), first_id=10)
     insert(index, ([2, 2], A), first_id=20)
     match(index, ([1, 1], A))
-    assert list(index.evict(1)) == [10]
+    assert list(index.evict(1, "x")) == [10]
 
 
 @dataclass
@@ -334,7 +334,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def evict_in_exact_order(self, count: int) -> None:
         evictable = sorted((entry for entry in self.model if not entry.locks), key=lambda entry: entry.stamp)
-        assert list(self.index.evict(count)) == [entry.block_id for entry in evictable[:count]]
+        assert list(self.index.evict(count, "x")) == [entry.block_id for entry in evictable[:count]]
         for entry in evictable[:count]:
             self.model.remove(entry)
 

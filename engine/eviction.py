@@ -1,0 +1,207 @@
+"""Which cached blocks go first, and at whose cost.
+
+Candidates are the *evictable leaves* of the prefix tree: nodes without locks and without children (I4). Each is in
+one heap of all and in one of its owner, ordered by the policy's priority; a leaf that is locked, or grows a child,
+just loses its ticket, and its entries are dropped when they come up.
+
+    somebody needs blocks
+      1. an owner above its quota gives first, the one that asks before the others
+      2. then whoever has the lowest priority, passing over owners at or below their floor (their leaves go on a
+         shelf, and come back when the owner has grown above it), except when they ask for themselves
+      3. only the shelves are left, everyone is at or below the floor: then the lowest priority after all. A floor
+         protects from others that have more than theirs, it never refuses a request.
+
+Priorities:  lru    the moment it was last let go
+             gdsf   clock + uses · cost: greedy-dual-size-frequency. All blocks have one size; cost is the share of a
+                    block in recomputing, which grows with its depth, because attention does. The clock is the priority
+                    that was evicted last, so that what was popular once grows old.
+
+Rejected: one list in order of use (O(1), but it knows neither quotas nor frequencies), and a scan for the oldest leaf.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, Protocol
+
+Policy = Literal["lru", "gdsf"]
+
+_NO_QUOTA = 1 << 62
+_MAX_LEDGER = 4096  # pairs of owners; what goes beyond is counted under "other"
+_DEPTH_OF_DOUBLE_COST = 512  # blocks; at 8k tokens attention costs about as much as the linear layers of a small model
+
+
+class Leaf(Protocol):
+    """What the order needs to know of a node."""
+
+    owner: Owner
+    ticket: int  # 0: not a candidate
+    priority: float
+
+    @property
+    def num_blocks(self) -> int: ...
+
+
+class Owner:
+    """Somebody whose blocks are counted: a tenant, a cache group, or the public."""
+
+    __slots__ = ("floor", "heap", "name", "num_blocks", "quota", "shelf")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.num_blocks = 0  # in the index
+        self.floor = 0  # blocks that others may not take while they have more than theirs
+        self.quota = _NO_QUOTA  # blocks above which its own go first
+        self.heap: list[_Entry] = []
+        self.shelf: list[_Entry] = []
+
+    @property
+    def excess(self) -> int:
+        """Blocks above the quota."""
+        return self.num_blocks - self.quota
+
+
+class _Entry(NamedTuple):
+    priority: float
+    ticket: int  # unique, so that leaves are never compared
+    leaf: Leaf
+
+
+class Eviction(NamedTuple):
+    """A line of the ledger: whose blocks went, and by whose pressure."""
+
+    owner: str
+    pressed_by: str
+
+
+class EvictionOrder:
+    """The evictable leaves, their owners, and the ledger of what went."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy: Policy = policy
+        self.owners: dict[str, Owner] = {}
+        self.ledger: Counter[Eviction] = Counter()  # blocks
+        self._heap: list[_Entry] = []
+        self._num_leaves = 0
+        self._tickets = 0
+        self._uses = 0
+        self._clock = 0.0  # gdsf: the priority that went last
+        self._over_quota: dict[str, Owner] = {}
+
+    def owner(self, name: str) -> Owner:
+        found = self.owners.get(name)
+        if found is None:
+            found = self.owners[name] = Owner(name)
+        return found
+
+    def set_limits(self, name: str, floor: int, quota: int | None) -> None:
+        """In blocks; a quota of None is none."""
+        owner = self.owner(name)
+        owner.floor, owner.quota = floor, _NO_QUOTA if quota is None else quota
+        self._after_change(owner)
+
+    def count(self, owner: Owner, blocks: int) -> None:
+        """The owner has so many blocks more (or fewer) in the index."""
+        owner.num_blocks += blocks
+        self._after_change(owner)
+
+    def _after_change(self, owner: Owner) -> None:
+        if owner.excess > 0:
+            self._over_quota[owner.name] = owner
+        else:
+            self._over_quota.pop(owner.name, None)
+        if owner.shelf and owner.num_blocks > owner.floor:
+            for entry in owner.shelf:
+                heapq.heappush(self._heap, entry)
+            owner.shelf = []
+
+    # ------------------------------------------------------------------ candidates
+
+    def use_priority(self, hits: int, depth: int) -> float:
+        """The priority of a node that is let go now; called from a leaf upwards, so a parent's is higher."""
+        self._uses += 1
+        if self.policy == "lru":
+            return float(self._uses)
+        return self._clock + (1 + hits) * (1.0 + depth / _DEPTH_OF_DOUBLE_COST)
+
+    def add(self, leaf: Leaf) -> None:
+        """Has become evictable; its `priority` is set."""
+        self._tickets += 1
+        leaf.ticket = self._tickets
+        entry = _Entry(leaf.priority, self._tickets, leaf)
+        self._num_leaves += 1
+        heapq.heappush(self._heap, entry)
+        heapq.heappush(leaf.owner.heap, entry)
+        if len(self._heap) > 2 * self._num_leaves + 1024:
+            self._compact()
+
+    def discard(self, leaf: Leaf) -> None:
+        """Is evictable no longer."""
+        if leaf.ticket:
+            leaf.ticket = 0
+            self._num_leaves -= 1
+
+    def _compact(self) -> None:
+        """Drop entries without a ticket; at most once for every so many additions, so O(log n) each on average."""
+        self._heap = [entry for entry in self._heap if entry.leaf.ticket == entry.ticket]
+        heapq.heapify(self._heap)
+        for owner in self.owners.values():
+            owner.heap = [entry for entry in owner.heap if entry.leaf.ticket == entry.ticket]
+            heapq.heapify(owner.heap)
+            owner.shelf = [entry for entry in owner.shelf if entry.leaf.ticket == entry.ticket]
+
+    def candidates(self) -> Iterator[Leaf]:
+        """Every evictable leaf once, in no order."""
+        for owner in self.owners.values():
+            yield from (entry.leaf for entry in owner.heap if entry.leaf.ticket == entry.ticket)
+
+    # ------------------------------------------------------------------ choice
+
+    def next_victim(self, pressed_by: str) -> tuple[Leaf, int] | None:
+        """The leaf to take blocks from and how many at most (a quota is not undercut); None when there is none."""
+        asking = self._over_quota.get(pressed_by)
+        for owner in ([asking] if asking else []) + [o for o in self._over_quota.values() if o is not asking]:
+            if entry := _first_valid(owner.heap):
+                return entry.leaf, min(owner.excess, entry.leaf.num_blocks)
+        return self._by_priority(pressed_by) or self._from_the_shelves()
+
+    def own_victim(self, owner: Owner) -> Leaf | None:
+        """The owner's lowest leaf."""
+        entry = _first_valid(owner.heap)
+        return entry.leaf if entry else None
+
+    def _by_priority(self, pressed_by: str) -> tuple[Leaf, int] | None:
+        while entry := _first_valid(self._heap):
+            owner = entry.leaf.owner
+            if owner.name == pressed_by:
+                return entry.leaf, entry.leaf.num_blocks
+            if owner.num_blocks > owner.floor:
+                return entry.leaf, min(entry.leaf.num_blocks, owner.num_blocks - owner.floor)
+            owner.shelf.append(heapq.heappop(self._heap))
+        own = self.owners.get(pressed_by)
+        entry = _first_valid(own.heap) if own else None
+        return (entry.leaf, entry.leaf.num_blocks) if entry else None
+
+    def _from_the_shelves(self) -> tuple[Leaf, int] | None:
+        tops = [entry for owner in self.owners.values() if owner.shelf and (entry := _first_valid(owner.heap))]
+        if not tops:
+            return None
+        leaf = min(tops).leaf
+        return leaf, leaf.num_blocks
+
+    def gone(self, leaf: Leaf, blocks: int, pressed_by: str) -> None:
+        """So many blocks of a victim have gone."""
+        line = Eviction(leaf.owner.name, pressed_by)
+        if line not in self.ledger and len(self.ledger) >= _MAX_LEDGER:
+            line = Eviction("other", "other")
+        self.ledger[line] += blocks
+        self._clock = max(self._clock, leaf.priority) if self.policy == "gdsf" else self._clock
+        self.count(leaf.owner, -blocks)
+
+
+def _first_valid(heap: list[_Entry]) -> _Entry | None:
+    while heap and heap[0].leaf.ticket != heap[0].ticket:
+        heapq.heappop(heap)
+    return heap[0] if heap else None

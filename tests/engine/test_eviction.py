@@ -1,0 +1,221 @@
+"""Floors, quotas, the ledger, and both policies, on the tree and through the engine."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.eviction import Eviction, Policy
+from engine.prefix_index import Node, PrefixIndex
+from engine.protocol import TenantPolicy
+from engine.scoped_tokens import ScopedTokens
+from tests.engine.fake_runner import expected_output
+from tests.engine.harness import SCOPE_A, SCOPE_B, VOCAB, Harness
+
+SCOPES = {name: name.encode().ljust(16, b"-") for name in ("acme", "borealis", "cobalt")}
+BLOCK = 1
+
+
+def hold(index: PrefixIndex, owner: str, tokens: list[int], first_id: int) -> Node:
+    sequence = ScopedTokens.of(tokens, SCOPES[owner], BLOCK, owner)
+    match = index.match_prefix(sequence, len(tokens))
+    node = index.lock(match)
+    have = len(match.block_ids)
+    keys = index.chain_keys(node.last_key, sequence, have, len(tokens))
+    fresh = array("i", range(first_id, first_id + len(tokens) - have))
+    return index.insert_prefix(node, sequence, have, keys, fresh).node
+
+
+def put(index: PrefixIndex, owner: str, tokens: list[int], first_id: int) -> None:
+    index.unlock(hold(index, owner, tokens, first_id))
+
+
+def test_a_floor_protects_from_others_while_they_have_more_than_theirs() -> None:
+    index = PrefixIndex(BLOCK)
+    index.order.set_limits("acme", 2, None)
+    put(index, "acme", [1, 2, 3], 10)
+    put(index, "borealis", [1, 2, 3], 20)
+    assert list(index.evict(3, "borealis")) == [12, 22, 21]
+    assert index.order.ledger == {Eviction("acme", "borealis"): 1, Eviction("borealis", "borealis"): 2}
+
+
+def test_an_owner_may_press_itself_below_its_floor() -> None:
+    index = PrefixIndex(BLOCK)
+    index.order.set_limits("acme", 3, None)
+    put(index, "acme", [1, 2, 3], 10)
+    put(index, "borealis", [1], 20)
+    assert list(index.evict(1, "acme")) == [12]
+
+
+def test_floors_never_refuse_a_request() -> None:
+    """When everyone is at the floor, the least recently used goes after all."""
+    index = PrefixIndex(BLOCK)
+    for owner in ("acme", "borealis"):
+        index.order.set_limits(owner, 2, None)
+    put(index, "acme", [1, 2], 10)
+    put(index, "borealis", [1, 2], 20)
+    assert list(index.evict(3, "cobalt")) == [11, 10, 21]
+
+
+def test_what_lay_on_the_shelf_comes_back_when_its_owner_grows() -> None:
+    index = PrefixIndex(BLOCK)
+    index.order.set_limits("acme", 2, None)
+    put(index, "acme", [1, 2], 10)
+    put(index, "borealis", [1], 20)
+    assert list(index.evict(1, "cobalt")) == [20]
+    put(index, "acme", [5], 30)
+    put(index, "borealis", [1], 40)
+    assert list(index.evict(1, "cobalt")) == [11]
+
+
+def test_over_its_quota_an_owner_gives_first_and_not_more_than_the_excess() -> None:
+    """Mooncake#3741: own least recently used blocks first, visibly."""
+    index = PrefixIndex(BLOCK)
+    put(index, "borealis", [1, 2], 20)
+    put(index, "acme", [1, 2, 3], 10)
+    index.order.set_limits("acme", 0, 2)
+    assert list(index.evict(2, "cobalt")) == [12, 21]
+
+
+def test_trimming_brings_an_owner_back_to_its_quota_but_takes_nothing_that_is_held() -> None:
+    index = PrefixIndex(BLOCK)
+    index.order.set_limits("acme", 0, 2)
+    held = hold(index, "acme", [1, 2, 3], 10)
+    put(index, "acme", [7, 8], 20)
+    assert list(index.trim("acme")) == [21, 20]
+    assert list(index.trim("acme")) == []
+    index.unlock(held)
+    assert list(index.trim("acme")) == [12]
+
+
+def test_gdsf_keeps_what_is_hit_often_and_lets_old_popularity_fade() -> None:
+    index = PrefixIndex(BLOCK, policy="gdsf")
+    for _ in range(4):
+        put(index, "acme", [1], 10)
+    put(index, "acme", [2], 20)
+    put(index, "acme", [3], 30)
+    assert list(index.evict(1, "x")) == [20]
+    for number in range(40):
+        put(index, "acme", [100 + number], 100 + number)
+        index.evict(1, "x")
+    assert index.match_prefix(ScopedTokens.of([1], SCOPES["acme"], BLOCK, "acme"), 1).num_tokens == 0
+
+
+def test_the_ledger_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.eviction._MAX_LEDGER", 2)
+    index = PrefixIndex(BLOCK)
+    put(index, "acme", [1, 2, 3, 4], 10)
+    for presser in ("a", "b", "c", "d"):
+        index.evict(1, presser)
+    assert index.order.ledger == {Eviction("acme", "a"): 1, Eviction("acme", "b"): 1, Eviction("other", "other"): 2}
+
+
+class LimitsMachine(RuleBasedStateMachine):
+    """Owners with floors and quotas, holding and letting go; every eviction is judged by what it left behind."""
+
+    policy: Policy = "lru"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(BLOCK, policy=self.policy)
+        self.held: list[Node] = []
+        self.floors: dict[str, int] = {}
+        self.quotas: dict[str, int | None] = {}
+        self.next_id = 0
+
+    @rule(owner=st.sampled_from(sorted(SCOPES)), floor=st.integers(0, 4), quota=st.none() | st.integers(0, 6))
+    def limit(self, owner: str, floor: int, quota: int | None) -> None:
+        self.index.order.set_limits(owner, floor, quota)
+        self.floors[owner], self.quotas[owner] = floor, quota
+
+    @rule(owner=st.sampled_from(sorted(SCOPES)), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def compute(self, owner: str, tokens: list[int]) -> None:
+        self.held.append(hold(self.index, owner, tokens, self.next_id))
+        self.next_id += 8
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        self.index.unlock(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @rule(pressed_by=st.sampled_from(sorted(SCOPES)))
+    def evict_one(self, pressed_by: str) -> None:
+        before = {name: owner.num_blocks for name, owner in self.index.order.owners.items()}
+        evictable = {leaf.owner.name for leaf in self.index.order.candidates()}
+        freed = self.index.evict(1, pressed_by)
+        assert len(freed) == (1 if evictable else 0)
+        for name, owner in self.index.order.owners.items():
+            if owner.num_blocks == before.get(name, 0) or name == pressed_by:
+                continue
+            assert (
+                before[name] > self.floors.get(name, 0)
+                or self.is_over(name, before)
+                or not any(
+                    other == pressed_by or before[other] > self.floors.get(other, 0) or self.is_over(other, before)
+                    for other in evictable
+                    if other != name
+                )
+            )
+
+    def is_over(self, name: str, counts: dict[str, int]) -> bool:
+        quota = self.quotas.get(name)
+        return quota is not None and counts[name] > quota
+
+    @rule(owner=st.sampled_from(sorted(SCOPES)))
+    def trim(self, owner: str) -> None:
+        self.index.trim(owner)
+        if self.is_over(owner, {name: o.num_blocks for name, o in self.index.order.owners.items()}):
+            assert all(leaf.owner.name != owner for leaf in self.index.order.candidates())
+
+    @invariant()
+    def i4_and_the_owners_accounts_hold(self) -> None:
+        locks = {block: node.lock_count for node in self.index.nodes() for block in node.block_ids}
+        self.index.check_integrity(locks.__getitem__)
+
+
+class GdsfLimitsMachine(LimitsMachine):
+    policy: Policy = "gdsf"
+
+
+TestLimits = LimitsMachine.TestCase
+TestLimits.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestGdsfLimits = GdsfLimitsMachine.TestCase
+TestGdsfLimits.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+# ---------------------------------------------------------------------- through the engine
+
+
+@pytest.mark.parametrize(("floor", "still_cached"), [(40, 39), (0, 0)])
+def test_a_flood_of_another_tenant_leaves_what_the_floor_protects(floor: int, still_cached: int) -> None:
+    """mlx-serve#378: a batch sweep evicted the live chat. Without the floor it does here, too."""
+    harness = Harness(num_blocks=24, block_size=4)
+    quiet = list(range(40))
+    harness.submit(quiet, tenant="quiet", scope=SCOPE_A, policy=TenantPolicy(kv_floor_tokens=floor))
+    harness.run()
+    for number in range(20):
+        harness.submit([number, *range(100, 130)], tenant="noisy", scope=SCOPE_B)
+        harness.run()
+    name = harness.submit(quiet, 2, tenant="quiet", scope=SCOPE_A, policy=TenantPolicy(kv_floor_tokens=floor))
+    harness.run()
+    assert harness.accounts[name].num_cached_tokens == still_cached
+    assert harness.tokens_of(name) == expected_output(quiet, 2, VOCAB - 1)
+    harness.check()
+
+
+def test_a_quota_bounds_what_a_tenant_keeps_and_refuses_nothing() -> None:
+    harness = Harness(num_blocks=64, block_size=4)
+    policy = TenantPolicy(kv_quota_tokens=32)
+    for number in range(6):
+        prompt = [number, *range(100, 150)]
+        name = harness.submit(prompt, 2, tenant="small", policy=policy)
+        harness.run()
+        assert harness.tokens_of(name) == expected_output(prompt, 2, VOCAB - 1)
+        harness.submit([200 + number], 1, tenant="small", policy=policy)
+        harness.run()
+        harness.check()
+    assert harness.manager.counts().cached <= 8 + 12

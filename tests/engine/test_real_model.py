@@ -1,0 +1,151 @@
+"""I7 on the real model: with greedy decoding the text does not depend on what was cached.
+
+Sixty prompts of real English (the standard library's own documentation), in pairs that share a document, in fp32, each
+answered without any cache first. Then cold, warm, partially warm, after eviction, after preemption, in a full batch
+and alone, with every freed block filled with NaN: the text is the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from engine.build import build_engine
+from engine.engine import LLMEngine
+from engine.load_progress import no_progress
+from engine.model_runner import ModelRunner
+from engine.protocol import Failure, PromptAccount, SamplingParams, Segment, SegmentKind, Submit
+from engine.settings import EngineSettings, ModelSettings, Settings, StoreSettings
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SCOPE = b"one tenant------"
+BLOCK_BYTES = 16 * 30 * 2 * 3 * 64 * 4  # 16 slots of SmolLM2-135M in fp32
+OUTPUT_TOKENS = 12
+QUESTIONS = ("Summarise this in one sentence.", "Which part should a beginner read first, and why?")
+
+
+class RealEngine:
+    """The real model behind a pool of chosen size; freed blocks are filled with NaN after every step."""
+
+    def __init__(self, data_dir: Path, num_blocks: int, max_num_seqs: int, *, caching: bool = True) -> None:
+        settings = Settings(
+            model=ModelSettings(dtype="float32"),
+            store=StoreSettings(data_dir=data_dir),
+            engine=EngineSettings(
+                device="cpu",
+                kv_cache_memory=num_blocks * BLOCK_BYTES,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=512,
+                prefill_chunk_size=128,
+                enable_prefix_caching=caching,
+            ),
+        )
+        self.engine: LLMEngine = build_engine(settings, no_progress)
+        assert isinstance(self.engine.runner, ModelRunner)
+        self.kv_cache: torch.Tensor = self.engine.runner.kv_cache
+        self.tokenizer: Tokenizer = Tokenizer.from_str(self.engine.info().tokenizer_json.decode())
+        self.poisoned: set[int] = set()
+        self.accounts: dict[str, PromptAccount] = {}
+
+    def start(self, prompt: str, name: str) -> None:
+        token_ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        segment = Segment.of(SegmentKind.QUESTION, token_ids, SCOPE)
+        sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+        self.engine.add_request(Submit(request_id=name, tenant_id="t", segments=(segment,), sampling=sampling))
+
+    def finish(self) -> dict[str, str]:
+        """Step until nothing is left; the texts by request id."""
+        texts: dict[str, str] = {}
+        while self.engine.has_work():
+            for message in self.engine.step():
+                assert not isinstance(message, Failure), message
+                texts[message.request_id] = texts.get(message.request_id, "") + message.text
+                if message.account is not None:
+                    self.accounts[message.request_id] = message.account
+            self.poison_free_blocks()
+        assert self.engine.check_integrity()
+        return texts
+
+    def poison_free_blocks(self) -> None:
+        free = set(self.engine.scheduler.manager.pool.free_list)
+        fresh = sorted(free - self.poisoned)
+        if fresh:
+            self.kv_cache[fresh] = float("nan")
+        self.poisoned = free
+
+    def alone(self, prompts: Sequence[str]) -> list[str]:
+        texts: list[str] = []
+        for number, prompt in enumerate(prompts):
+            self.start(prompt, str(number))
+            texts.append(self.finish()[str(number)])
+        return texts
+
+    def together(self, prompts: Sequence[str]) -> list[str]:
+        for number, prompt in enumerate(prompts):
+            self.start(prompt, str(number))
+        texts = self.finish()
+        return [texts[str(number)] for number in range(len(prompts))]
+
+    def hits(self) -> int:
+        return sum(account.num_cached_tokens for account in self.accounts.values())
+
+
+def _documents() -> Iterator[str]:
+    for owner in (json, textwrap, inspect, Path, pytest):
+        for name, value in sorted(vars(owner).items()):
+            text = inspect.getdoc(value) if callable(value) and not name.startswith("_") else None
+            if text and 200 < len(text) < 900:
+                yield f"{name}\n{text}"
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    documents = list(dict.fromkeys(_documents()))[:30]
+    assert len(documents) == 30
+    turn = "<|im_start|>user\n{document}\n\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    return [turn.format(document=document, question=question) for document in documents for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[str], model_data_dir: Path) -> list[str]:
+    """Every prompt alone, on an engine that caches nothing."""
+    engine = RealEngine(model_data_dir, 64, 1, caching=False)
+    texts = engine.alone(prompts)
+    assert engine.hits() == 0
+    return texts
+
+
+def test_i7_cold_partially_warm_and_warm_alone(prompts: list[str], expected: list[str], model_data_dir: Path) -> None:
+    """The second question of a pair finds the document of the first; the second round finds everything."""
+    engine = RealEngine(model_data_dir, 1600, 1)
+    assert engine.alone(prompts) == expected
+    partially = [engine.accounts[str(number)] for number in range(1, len(prompts), 2)]
+    assert all(account.num_cached_tokens > 0.5 * account.num_prompt_tokens for account in partially)
+    assert engine.alone(prompts) == expected
+    assert all(a.num_cached_tokens == a.num_prompt_tokens - 1 for a in engine.accounts.values())
+
+
+def test_i7_in_a_full_batch_cold_and_warm(prompts: list[str], expected: list[str], model_data_dir: Path) -> None:
+    engine = RealEngine(model_data_dir, 1600, 16)
+    assert engine.together(prompts) == expected
+    assert engine.together(prompts) == expected
+    assert engine.hits() > 0
+
+
+def test_i7_after_eviction_and_after_preemption(prompts: list[str], expected: list[str], model_data_dir: Path) -> None:
+    """A pool that holds about three prompts: everything is evicted all the time, and requests preempt each other."""
+    longest = 26
+    engine = RealEngine(model_data_dir, longest + 12, 8)
+    assert engine.together(prompts) == expected
+    stats = engine.engine.stats()
+    assert stats.num_evicted_blocks > 500
+    assert stats.num_preemptions > 0
+    assert engine.alone(prompts[:20]) == expected[:20]
