@@ -189,12 +189,31 @@ def _use_attention(model: PreTrainedModel, name: str) -> None:
 # ---------------------------------------------------------------- the proof
 
 
-def verify_paged(model: PreTrainedModel, facts: AttentionFacts, kernels: AttentionKernels, block_size: int) -> float:
-    """Compare paged and own attention; the relative difference of the logits, or the refusal where it is too large."""
-    prompts = _proof_prompts(model.config.get_text_config(decoder=True).vocab_size)
+def own_logits(model: PreTrainedModel) -> torch.Tensor:
+    """What the model says to the proof's prompts, each alone and in one go, by its own attention; [num_tokens, V]."""
+    _use_attention(model, "eager")
+    try:
+        with torch.inference_mode():
+            return torch.cat(
+                [
+                    model(input_ids=torch.tensor([prompt], device=model.device), use_cache=False).logits[0].float()
+                    for prompt in _proof_prompts(model)
+                ]
+            )
+    finally:
+        _use_attention(model, ATTENTION_NAME)
+
+
+def verify_paged(
+    model: PreTrainedModel,
+    facts: AttentionFacts,
+    kernels: AttentionKernels,
+    block_size: int,
+    expected: torch.Tensor,  # `own_logits`, taken before anything in the model was replaced
+) -> float:
+    """The relative difference of the paged logits from the expected ones, or the refusal where it is too large."""
     with torch.inference_mode():
-        paged = _paged_logits(model, facts, kernels, block_size, prompts)
-        expected = _own_logits(model, prompts)
+        paged = _paged_logits(model, facts, kernels, block_size, _proof_prompts(model))
     # Written so that a NaN is refused too.
     difference = ((paged - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
     tolerance = _TOLERANCE[model.dtype]
@@ -206,7 +225,8 @@ def verify_paged(model: PreTrainedModel, facts: AttentionFacts, kernels: Attenti
     return difference
 
 
-def _proof_prompts(vocab_size: int) -> list[list[int]]:
+def _proof_prompts(model: PreTrainedModel) -> list[list[int]]:
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in _PROOF_LENGTHS]
 
@@ -240,16 +260,3 @@ def _paged_logits(
         for part, piece in zip(parts, logits.float().split(num_new), strict=True):
             part.append(piece)
     return torch.cat([piece for part in parts for piece in part])
-
-
-def _own_logits(model: PreTrainedModel, prompts: list[list[int]]) -> torch.Tensor:
-    _use_attention(model, "eager")
-    try:
-        return torch.cat(
-            [
-                model(input_ids=torch.tensor([prompt], device=model.device), use_cache=False).logits[0].float()
-                for prompt in prompts
-            ]
-        )
-    finally:
-        _use_attention(model, ATTENTION_NAME)

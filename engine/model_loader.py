@@ -2,7 +2,7 @@
 
     "embedded" ┐                       ┌ checks on the configuration
     directory  ├─► ModelSource ──load──┤ weights (safetensors, or GGUF dequantized)   ──► LoadedModel
-    .gguf file │   (local files)       │ trace and proof of paged attention
+    .gguf file │   (local files)       │ trace, packing of linear layers, proof of paged attention
     hub id     ┘                       └ tokenizer, end-of-turn ids, fingerprint
 
 Every source becomes local files first, so there is one way to load and one to digest. Code that comes with a model
@@ -37,7 +37,8 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.fingerprint import digest_files, fingerprint
 from engine.kv_cache import KVCacheLayout
 from engine.load_progress import Progress, transformers_bars
-from engine.model_checks import AttentionFacts, check_config, max_context, trace_attention, verify_paged
+from engine.model_checks import AttentionFacts, check_config, max_context, own_logits, trace_attention, verify_paged
+from engine.packed_linear import pack_linears
 from engine.settings import ModelSettings
 from kernels.dispatch import select_kernels
 
@@ -108,7 +109,9 @@ def load_model(
     model = _load_weights(source, config, dtype, device, progress)
     progress("checking that the model can be paged", 0.0)
     facts = trace_attention(model)
-    difference = verify_paged(model, facts, select_kernels(device), block_size)
+    expected = own_logits(model)
+    pack_linears(model)
+    difference = verify_paged(model, facts, select_kernels(device), block_size, expected)
     logger.info("paged attention matches the model's own to %.1e in %s", difference, dtype)
     weights_digest = digest_files(source.weight_files, progress)
     progress("model ready", 1.0)
