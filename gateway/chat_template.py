@@ -218,9 +218,10 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except jinja2.TemplateError as error:
-            reason = f"The model's chat template refuses these messages: {error.message}"
-            raise InvalidRequestError(reason, param="messages") from error
+        except Exception as error:  # a template is a program: on some texts it fails in any way Python can
+            reason = str(error) or type(error).__name__
+            message = f"The model's chat template refuses these messages: {reason}"
+            raise InvalidRequestError(message, param="messages") from error
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
