@@ -26,7 +26,6 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 
@@ -81,7 +80,8 @@ class _Stream:
             return
         self._texts.append(delta.text)
         if self._last is not None and delta.account is None:
-            delta = msgspec.structs.replace(delta, account=self._last.account)
+            first = self._last
+            delta = msgspec.structs.replace(delta, account=first.account, document_order=first.document_order)
         self._last = delta
         self.ended = delta.finish_reason is not None
         self._arrived.set()
@@ -122,7 +122,7 @@ class EngineClient:
         self._unanswered_since: float | None = None
         self._streams: dict[str, _Stream] = {}
         self._probes: dict[str, asyncio.Future[ProbeResult]] = {}
-        self._stats: deque[asyncio.Future[EngineStats]] = deque()
+        self._stats: dict[str, asyncio.Future[EngineStats]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
@@ -226,13 +226,15 @@ class EngineClient:
 
     async def stats(self, timeout: float = 10.0) -> EngineStats:
         self._require_engine()
-        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        await self._ask(GetStats())
-        self._stats.append(answer)
+        query_id = uuid.uuid4().hex
+        answer = self._stats[query_id] = asyncio.get_running_loop().create_future()
         try:
+            await self._ask(GetStats(query_id))
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError as error:
             raise EngineUnavailableError(f"the engine gave no statistics within {timeout:.1f} s") from error
+        finally:
+            del self._stats[query_id]
 
     def _require_engine(self) -> None:
         if not self.connected:
@@ -280,7 +282,9 @@ class EngineClient:
                 if answer is not None and not answer.done():
                     answer.set_result(message)
             case EngineStats():
-                self._take_stats(message)
+                answer = self._stats.get(message.query_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
             case EngineInfo():
                 self._greet(message)
 
@@ -292,11 +296,6 @@ class EngineClient:
             # Given up while the engine did not answer, or sent into a connection that had just closed: zmq delivers it
             # to the next engine. (IMMEDIATE=1 would prevent that, but drops the dead engine's last words.)
             self._abort(delta.request_id)
-
-    def _take_stats(self, stats: EngineStats) -> None:
-        # Answers come in the order of the questions; one that nobody waits for any more still takes its turn.
-        if self._stats and not (answer := self._stats.popleft()).done():
-            answer.set_result(stats)
 
     def _greet(self, info: EngineInfo) -> None:
         if info.protocol_version != PROTOCOL_VERSION:
@@ -345,10 +344,9 @@ class EngineClient:
             logger.warning("%s: %d requests fail", why, len(self._streams))
         for stream in self._streams.values():
             stream.fail(EngineUnavailableError(why))
-        for answer in [*self._probes.values(), *self._stats]:
+        for answer in [*self._probes.values(), *self._stats.values()]:
             if not answer.done():
                 answer.set_exception(EngineUnavailableError(why))
-        self._stats.clear()
 
 
 def _note_lost_abort(sent: asyncio.Future[zmq.MessageTracker | None]) -> None:

@@ -35,6 +35,7 @@ class Request:
         "awaited_key",
         "block_table",
         "chooses_order",
+        "counted",
         "document_order",
         "indexable",
         "node",
@@ -83,6 +84,7 @@ class Request:
         self.block_table: array[int] = array("i")
         self.num_computed_tokens = 0
         self.indexable = submit.use_cache
+        self.counted = submit.counted
         self.node: Node | None = None  # the locked end of its path in the index
         self.num_indexed_blocks = 0
         self.pending_keys: list[bytes] = []  # keys of full prompt blocks from num_indexed_blocks on
