@@ -40,10 +40,14 @@ from engine.protocol import (
     Abort,
     ClientMessage,
     Delta,
+    DocumentStats,
     EngineInfo,
     EngineMessage,
     EngineStats,
+    Erase,
+    Erased,
     Failure,
+    GetDocumentStats,
     GetStats,
     Hello,
     Probe,
@@ -55,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 3.0
 STALL_SECONDS = 60.0
+_QUESTION_SECONDS = 30.0  # it is answered between two steps
 TRANSPORT_HEARTBEAT_MS = 3_000
 TRANSPORT_TIMEOUT_MS = 10_000
 RECONNECT_MS = 200
@@ -122,7 +127,7 @@ class EngineClient:
         self._unanswered_since: float | None = None
         self._streams: dict[str, _Stream] = {}
         self._probes: dict[str, asyncio.Future[ProbeResult]] = {}
-        self._stats: dict[str, asyncio.Future[EngineStats]] = {}
+        self._questions: dict[str, asyncio.Future[EngineStats | Erased | DocumentStats]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
@@ -225,16 +230,35 @@ class EngineClient:
             del self._probes[probe_id]
 
     async def stats(self, timeout: float = 10.0) -> EngineStats:
-        self._require_engine()
         query_id = uuid.uuid4().hex
-        answer = self._stats[query_id] = asyncio.get_running_loop().create_future()
+        answer = await self._question(query_id, GetStats(query_id), timeout)
+        assert isinstance(answer, EngineStats), "an id has one kind of answer"
+        return answer
+
+    async def erase(self, request: Erase) -> Erased:
+        """Raises EngineUnavailableError; what was to be erased may then be gone, or not."""
+        answer = await self._question(request.erase_id, request)
+        assert isinstance(answer, Erased), "an id has one kind of answer"
+        return answer
+
+    async def document_stats(self, request: GetDocumentStats) -> DocumentStats:
+        answer = await self._question(request.query_id, request)
+        assert isinstance(answer, DocumentStats), "an id has one kind of answer"
+        return answer
+
+    async def _question(
+        self, question_id: str, message: ClientMessage, timeout: float = _QUESTION_SECONDS
+    ) -> EngineStats | Erased | DocumentStats:
+        """Answers are found by the question's id: their order says nothing once one of them is lost."""
+        self._require_engine()
+        answer = self._questions[question_id] = asyncio.get_running_loop().create_future()
         try:
-            await self._ask(GetStats(query_id))
+            await self._ask(message)
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError as error:
-            raise EngineUnavailableError(f"the engine gave no statistics within {timeout:.1f} s") from error
+            raise EngineUnavailableError(f"the engine gave no answer within {timeout:.1f} s") from error
         finally:
-            del self._stats[query_id]
+            del self._questions[question_id]
 
     def _require_engine(self) -> None:
         if not self.connected:
@@ -282,11 +306,18 @@ class EngineClient:
                 if answer is not None and not answer.done():
                     answer.set_result(message)
             case EngineStats():
-                answer = self._stats.get(message.query_id)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
+                self._answer(message.query_id, message)
+            case Erased():
+                self._answer(message.erase_id, message)
+            case DocumentStats():
+                self._answer(message.query_id, message)
             case EngineInfo():
                 self._greet(message)
+
+    def _answer(self, question_id: str, answer: EngineStats | Erased | DocumentStats) -> None:
+        waiting = self._questions.get(question_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
     def _feed(self, delta: Delta) -> None:
         stream = self._streams.get(delta.request_id)
@@ -344,7 +375,7 @@ class EngineClient:
             logger.warning("%s: %d requests fail", why, len(self._streams))
         for stream in self._streams.values():
             stream.fail(EngineUnavailableError(why))
-        for answer in [*self._probes.values(), *self._stats.values()]:
+        for answer in [*self._probes.values(), *self._questions.values()]:
             if not answer.done():
                 answer.set_exception(EngineUnavailableError(why))
 

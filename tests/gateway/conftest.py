@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from redis.asyncio import Redis
 
 from engine.settings import ServerSettings, Settings, TenantSettings
 from gateway.access_log import AccessLog
@@ -20,7 +21,11 @@ from gateway.auth import hash_api_key, new_api_key
 from gateway.drain import Drain
 from gateway.server import GatewayServer
 from gateway.tenants import TenantDirectory
+from retrieval.embedder_client import Embedder
 from tests.gateway.fake_engine import FakeEngine
+from tests.store_server import store_url
+
+__all__ = ["store_url"]
 
 SECRET = b"a secret for tests"
 
@@ -64,8 +69,15 @@ class RunningGateway:
         raise AssertionError("the condition never came true")
 
 
-def run_gateway_thread(engine: FakeEngine, settings: Settings | None = None) -> Iterator[RunningGateway]:
-    keys = {name: new_api_key() for name in ("alice", "bob", "carol", "dave")}
+def run_gateway_thread(
+    engine: FakeEngine,
+    settings: Settings | None = None,
+    *,
+    redis: Redis | None = None,
+    embedder: Embedder | None = None,
+    keys: dict[str, str] | None = None,
+) -> Iterator[RunningGateway]:
+    keys = keys or {name: new_api_key() for name in ("alice", "bob", "carol", "dave")}
     groups = {"carol": "research", "dave": "research"}
     tenants = [
         TenantSettings(id=name, key_hashes=(hash_api_key(SECRET, key),), cache_group=groups.get(name, ""))
@@ -73,7 +85,8 @@ def run_gateway_thread(engine: FakeEngine, settings: Settings | None = None) -> 
     ]
     settings = settings or Settings(server=ServerSettings(max_choices=4, max_body_bytes=1 << 20))
     drain = Drain()
-    app = create_app(settings, engine, TenantDirectory(SECRET, tenants), drain=drain)
+    directory = TenantDirectory(SECRET, tenants)
+    app = create_app(settings, engine, directory, drain=drain, redis=redis, embedder=embedder)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
