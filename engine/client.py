@@ -39,12 +39,16 @@ from engine.errors import EngineUnavailableError, InvalidRequestError, Radixgate
 from engine.protocol import (
     PROTOCOL_VERSION,
     Abort,
+    CacheView,
     ClientMessage,
     Delta,
     EngineInfo,
     EngineMessage,
+    EngineMetrics,
     EngineStats,
     Failure,
+    GetCacheView,
+    GetMetrics,
     GetStats,
     Hello,
     Probe,
@@ -81,7 +85,7 @@ class _Stream:
             return
         self._texts.append(delta.text)
         if self._last is not None and delta.account is None:
-            delta = msgspec.structs.replace(delta, account=self._last.account)
+            delta = with_account_of(self._last, delta)
         self._last = delta
         self.ended = delta.finish_reason is not None
         self._arrived.set()
@@ -123,6 +127,7 @@ class EngineClient:
         self._streams: dict[str, _Stream] = {}
         self._probes: dict[str, asyncio.Future[ProbeResult]] = {}
         self._stats: deque[asyncio.Future[EngineStats]] = deque()
+        self._views: dict[str, asyncio.Future[EngineMetrics | CacheView]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
@@ -234,6 +239,30 @@ class EngineClient:
         except TimeoutError as error:
             raise EngineUnavailableError(f"the engine gave no statistics within {timeout:.1f} s") from error
 
+    async def metrics_text(self, timeout: float) -> bytes:
+        """The engine's metrics in Prometheus' text format. Raises EngineUnavailableError."""
+        answer = await self._query(GetMetrics(uuid.uuid4().hex), timeout)
+        assert isinstance(answer, EngineMetrics), "the query id is ours"
+        return answer.text
+
+    async def cache_view(self, owner: str | None, max_nodes: int, timeout: float) -> CacheView:
+        """The cache as it is now; of one owner only, if given. Raises EngineUnavailableError."""
+        query = GetCacheView(query_id=uuid.uuid4().hex, owner=owner, max_nodes=max_nodes)
+        answer = await self._query(query, timeout)
+        assert isinstance(answer, CacheView), "the query id is ours"
+        return answer
+
+    async def _query(self, query: GetMetrics | GetCacheView, timeout: float) -> EngineMetrics | CacheView:
+        self._require_engine()
+        answer = self._views[query.query_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._ask(query)
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError as error:
+            raise EngineUnavailableError(f"the engine gave no answer within {timeout:.1f} s") from error
+        finally:
+            del self._views[query.query_id]
+
     def _require_engine(self) -> None:
         if not self.connected:
             raise EngineUnavailableError("the engine is not available; it may be starting or restarting")
@@ -281,6 +310,10 @@ class EngineClient:
                     answer.set_result(message)
             case EngineStats():
                 self._take_stats(message)
+            case EngineMetrics() | CacheView():
+                view = self._views.get(message.query_id)
+                if view is not None and not view.done():
+                    view.set_result(message)
             case EngineInfo():
                 self._greet(message)
 
@@ -345,10 +378,21 @@ class EngineClient:
             logger.warning("%s: %d requests fail", why, len(self._streams))
         for stream in self._streams.values():
             stream.fail(EngineUnavailableError(why))
-        for answer in [*self._probes.values(), *self._stats]:
+        for answer in [*self._probes.values(), *self._stats, *self._views.values()]:
             if not answer.done():
                 answer.set_exception(EngineUnavailableError(why))
         self._stats.clear()
+
+
+def with_account_of(first: Delta, later: Delta) -> Delta:
+    """`later` with what only a request's first delta carries."""
+    return msgspec.structs.replace(
+        later,
+        account=first.account,
+        document_order=first.document_order,
+        queue_seconds=first.queue_seconds,
+        seconds_saved=first.seconds_saved,
+    )
 
 
 def _note_lost_abort(sent: asyncio.Future[zmq.MessageTracker | None]) -> None:

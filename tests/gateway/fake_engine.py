@@ -15,9 +15,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
+import msgspec
+
 from engine.errors import EngineUnavailableError, from_wire
 from engine.protocol import (
     PROTOCOL_VERSION,
+    CacheView,
     Delta,
     EngineInfo,
     FinishReason,
@@ -34,6 +37,32 @@ BLOCK_SIZE = 16
 MODEL = "echo/byte-model"
 
 
+def empty_view() -> CacheView:
+    return CacheView(
+        query_id="",
+        block_size=BLOCK_SIZE,
+        num_blocks=1024,
+        nodes=(),
+        num_nodes=0,
+        block_map=b"f" * 1024,
+        blocks_per_cell=1,
+        owners=(),
+        evictions=(),
+        requests=(),
+    )
+
+
+def one_owner(view: CacheView, owner: str) -> CacheView:
+    return msgspec.structs.replace(
+        view,
+        nodes=tuple(node for node in view.nodes if node.owner == owner),
+        block_map=b"",
+        owners=tuple(row for row in view.owners if row.owner == owner),
+        evictions=tuple(row for row in view.evictions if row.owner == owner),
+        requests=tuple(row for row in view.requests if row.tenant_id == owner),
+    )
+
+
 class FakeEngine:
     def __init__(self, *, max_model_len: int = 8192, chat_template: str = CHATML, reachable: bool = True) -> None:
         self.tokenizer = byte_tokenizer()
@@ -46,6 +75,7 @@ class FakeEngine:
         self.probe_gate.set()
         self.started = self.closed = False
         self.reachable = reachable
+        self.view = empty_view()
         self._blocks: set[tuple[bytes, tuple[int, ...]]] = set()
         self._info = EngineInfo(
             protocol_version=PROTOCOL_VERSION,
@@ -85,6 +115,20 @@ class FakeEngine:
         if not self.reachable:
             raise EngineUnavailableError("no engine")
         return self.probe_result
+
+    @property
+    def connected(self) -> bool:
+        return self.reachable
+
+    async def metrics_text(self, timeout: float) -> bytes:
+        if not self.reachable:
+            raise EngineUnavailableError("no engine")
+        return b"# TYPE radixgate_engine_steps counter\nradixgate_engine_steps_total 7.0\n"
+
+    async def cache_view(self, owner: str | None, max_nodes: int, timeout: float) -> CacheView:
+        if not self.reachable:
+            raise EngineUnavailableError("no engine")
+        return self.view if owner is None else one_owner(self.view, owner)
 
     async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         self.submitted.append(submit)
