@@ -8,11 +8,13 @@
     │   ├── UnsupportedParameterError
     │   ├── ContextLengthExceededError
     │   ├── ModelNotFoundError
+    │   ├── NotFoundError           a tenant, a key, …: not there, or not yours to know of
     │   └── AuthenticationError
     └── ServiceError            the request is right, we cannot serve it now
         ├── EngineUnavailableError
         ├── EngineStepError     the step that computed this request failed
         ├── OverloadedError     the waiting queue is full
+        ├── StoreUnavailableError   what was asked for is in the store, and the store is away
         └── ShuttingDownError
 
 Errors that travel from the engine to the gateway carry their `code`; `from_wire` finds the class again.
@@ -64,6 +66,10 @@ class ModelNotFoundError(RequestError):
     code = "model_not_found"
 
 
+class NotFoundError(RequestError):
+    code = "not_found"
+
+
 class AuthenticationError(RequestError):
     code = "invalid_api_key"
 
@@ -82,6 +88,10 @@ class EngineStepError(ServiceError):
 
 class OverloadedError(ServiceError):
     code = "engine_overloaded"
+
+
+class StoreUnavailableError(ServiceError):
+    code = "store_unavailable"
 
 
 class ShuttingDownError(ServiceError):

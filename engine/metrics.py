@@ -1,4 +1,4 @@
-"""Every metric of the engine, declared here and nowhere else; docs/metrics.md tells how to read each (a test compares).
+"""Every metric of the engine, declared here and nowhere else; docs/metrics.md tells how to read each.
 
     step times, queue times     observed as they happen (histograms)
     everything else             read from the engine's own counts when somebody asks: nothing is counted twice

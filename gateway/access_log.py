@@ -73,10 +73,16 @@ def _record(scope: HTTPScope, context: RequestContext, status: int, seconds: flo
         time_to_first_token=timing.time_to_first_token,
         queue_seconds=timing.queue_seconds,
         seconds_saved=timing.seconds_saved,
+        prepare_seconds=timing.prepare_seconds,
+        traceparent=_header(scope, b"traceparent"),
         token_intervals=timing.intervals,
         miss=miss,
         documents=documents,
     )
+
+
+def _header(scope: HTTPScope, wanted: bytes) -> str:
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), "")
 
 
 def _outcome(status: int, code: str) -> Outcome:

@@ -26,11 +26,13 @@ from engine.errors import (
     InvalidRequestError,
     ModelLoadError,
     ModelNotFoundError,
+    NotFoundError,
     OverloadedError,
     RadixgateError,
     RequestError,
     ServiceError,
     ShuttingDownError,
+    StoreUnavailableError,
     UnsupportedParameterError,
 )
 from gateway.request_context import request_context
@@ -66,11 +68,13 @@ ERROR_RESPONSES: dict[type[RadixgateError], ErrorResponse] = {
     UnsupportedParameterError: ErrorResponse(400, "invalid_request_error"),
     ContextLengthExceededError: ErrorResponse(400, "invalid_request_error"),
     ModelNotFoundError: ErrorResponse(404, "invalid_request_error"),
+    NotFoundError: ErrorResponse(404, "invalid_request_error"),
     AuthenticationError: ErrorResponse(401, "invalid_request_error"),
     ServiceError: ErrorResponse(503, "server_error", retry_after=2),
     EngineUnavailableError: ErrorResponse(503, "server_error", retry_after=2),
     EngineStepError: ErrorResponse(503, "server_error", retry_after=1),
     OverloadedError: ErrorResponse(503, "server_error", retry_after=1),
+    StoreUnavailableError: ErrorResponse(503, "server_error", retry_after=2),
     ShuttingDownError: ErrorResponse(503, "server_error", retry_after=5),
 }
 

@@ -51,6 +51,7 @@ class Generation:
         self._error: RadixgateError | ClientDisconnectedError | None = None
 
     async def __aenter__(self) -> Self:
+        self._timing.submitted()
         for choice, submit in enumerate(self._submits):
             pump = asyncio.create_task(self._pump(choice, submit))
             pump.add_done_callback(self._pump_ended)

@@ -1,11 +1,12 @@
-"""Every metric of the gateway, declared here and nowhere else; docs/metrics.md tells how to read each (a test compares).
+"""Every metric of the gateway, declared here and nowhere else; docs/metrics.md tells how to read each.
 
     worker 1 ─ counters ─┐
     worker 2 ─ counters ─┼─► files in PROMETHEUS_MULTIPROC_DIR ─► GET /metrics of any worker: the sum over all
     (gone)   ─ counters ─┘     (set by the supervisor; without it a gateway is alone and counts in memory)
 
-Workers agree on which tenants have a label of their own through `LabelTable`, a small file beside the counters: otherwise
-each would name the ones that it happened to see first. A worker that is gone leaves its counts: counters never fall.
+Workers agree on which tenants have a label of their own through `LabelTable`, a small file beside the counters:
+otherwise each would name the ones that it happened to see first. A worker that is gone leaves its counts: counters
+never fall.
 """
 
 from __future__ import annotations

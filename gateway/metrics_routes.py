@@ -1,8 +1,8 @@
 """GET /metrics (this gateway, all of its workers) and /metrics/engine (the engine's own, passed on).
 
-They tell of every tenant, so they ask for a token of their own: `security.metrics_token`, or the one that the first start
-leaves in the data directory for Prometheus' `credentials_file`. Two paths, not one body: with several gateways each
-is scraped for itself, and the engine once.
+They tell of every tenant, so they ask for a token of their own: `security.metrics_token`, or the one that the first
+start leaves in the data directory for Prometheus' `credentials_file`. Two paths, not one body: with several gateways
+each is scraped for itself, and the engine once.
 """
 
 from __future__ import annotations

@@ -61,6 +61,8 @@ class RequestRecord:
     time_to_first_token: float | None
     queue_seconds: float | None
     seconds_saved: float
+    prepare_seconds: float | None  # until its prompt went to the engine
+    traceparent: str  # as the caller sent it; "": none
     token_intervals: Sequence[float]
     miss: MissPoint | None
     documents: tuple[DocumentShare, ...]

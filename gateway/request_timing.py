@@ -10,15 +10,28 @@ from engine.protocol import Delta
 class RequestTiming:
     """Of all choices of one HTTP request. Seconds on the monotonic clock."""
 
-    __slots__ = ("_last", "_started", "intervals", "queue_seconds", "seconds_saved", "time_to_first_token")
+    __slots__ = (
+        "_last",
+        "_started",
+        "intervals",
+        "prepare_seconds",
+        "queue_seconds",
+        "seconds_saved",
+        "time_to_first_token",
+    )
 
     def __init__(self, started: float | None = None) -> None:
         self._started = time.monotonic() if started is None else started
         self._last: dict[str, tuple[float, int]] = {}  # of a choice: when, and how many tokens there were
         self.time_to_first_token: float | None = None
         self.intervals: list[float] = []  # between the tokens of one choice
+        self.prepare_seconds: float | None = None
         self.queue_seconds: float | None = None
         self.seconds_saved = 0.0
+
+    def submitted(self) -> None:
+        """The prompt is ready and goes to the engine."""
+        self.prepare_seconds = time.monotonic() - self._started
 
     def arrived(self, delta: Delta, now: float | None = None) -> None:
         now = time.monotonic() if now is None else now

@@ -28,6 +28,9 @@ from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.auth import load_or_create_secret
 from gateway.drain import Drain
+from gateway.logging_setup import configure_logging
+from gateway.operations import Operations
+from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
 
 logger = logging.getLogger(__name__)
@@ -82,9 +85,18 @@ def build_server(settings: Settings) -> GatewayServer:
     if not len(tenants):
         logger.warning("no tenant has an API key: every request to /v1 will be refused; see `radixgate key`")
     drain = Drain()
-    app = create_app(settings, EngineClient(engine_endpoint(settings)), tenants, drain=drain)
+    store = StoreClient(settings.store.url or None)
+    operations = Operations(settings, store)
+    app = create_app(
+        settings,
+        EngineClient(engine_endpoint(settings)),
+        tenants,
+        drain=drain,
+        store_problem=store.problem,
+        operations=operations,
+    )
     config = uvicorn.Config(
-        AccessLog(app),
+        AccessLog(app, operations.observers),
         host=settings.server.host,
         port=settings.server.port,
         lifespan="on",
@@ -107,9 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m gateway.server", description="The HTTP gateway alone.")
     parser.add_argument("--config", type=Path, help="the TOML settings; the environment goes over it")
     settings = load_settings(parser.parse_args(argv).config, os.environ)
-    logging.basicConfig(
-        level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(settings.server)
     run_gateway(settings)
 
 

@@ -11,6 +11,8 @@ from engine.settings import PREFIX, TEST_PREFIX
 # Before any library reads them: tests are offline, and two OpenMP pools on the same cores stall each other.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
