@@ -6,7 +6,8 @@
                                                └── generate     first step to last token
 
 The spans are made when a request is over, from the same record as its log line and its metrics, with the times that
-were measured: nothing is on a request's way but the copy of its `traceparent`. No text of a prompt or an answer is in them.
+were measured: nothing is on a request's way but the copy of its `traceparent`. No text of a prompt or an answer is in
+them.
 Rejected: live spans around every call, which put a library's context handling into each token's path.
 """
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from engine.settings import SecuritySettings, ServerSettings, Settings, StoreSettings, UsageSettings
@@ -21,7 +22,8 @@ def silent(_name: str, _line: str) -> None:
     pass
 
 
-def run_store(data_dir: Path) -> Iterator[EmbeddedStore]:
+@contextmanager
+def run_store(data_dir: Path) -> Generator[EmbeddedStore]:
     """A real store on a loop of its own, so that tests on other loops can use it."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -46,7 +48,8 @@ def operated_settings(data_dir: Path, store_url: str) -> Settings:
     )
 
 
-def run_operated(data_dir: Path, store_url: str, engine: FakeEngine | None = None) -> Iterator[RunningGateway]:
+@contextmanager
+def run_operated(data_dir: Path, store_url: str, engine: FakeEngine | None = None) -> Generator[RunningGateway]:
     settings = operated_settings(data_dir, store_url)
     yield from run_gateway_thread(engine or FakeEngine(), settings, operated=True)
 
