@@ -24,8 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from tokenizers import Tokenizer
-
 from engine.batch import ScheduledSequence, SchedulerOutput
 from engine.errors import (
     ContextLengthExceededError,
@@ -36,7 +34,7 @@ from engine.errors import (
     RadixgateError,
 )
 from engine.kv_cache_manager import KVCacheManager
-from engine.output_stream import OutputStream
+from engine.output_stream import OutputRules, OutputStream
 from engine.protocol import Delta, EngineInfo, EngineStats, Failure, Submit
 from engine.request import Request
 from engine.sampler import NonFiniteLogitsError
@@ -79,7 +77,7 @@ class LLMEngine:
         self._info = info
         self.settings = settings
         self.runner = runner
-        self._tokenizer: Tokenizer = Tokenizer.from_str(info.tokenizer_json.decode())
+        self._output_rules = OutputRules(info)
         self._counters = Counters()
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, OutputStream] = {}
@@ -118,9 +116,7 @@ class LLMEngine:
         self._check_tokens(request)
         self._arrivals += 1
         self._requests[request.request_id] = request
-        self._streams[request.request_id] = OutputStream(
-            request, self._tokenizer, self._info.eos_token_ids, self._info.max_model_len
-        )
+        self._streams[request.request_id] = OutputStream(request, self._output_rules)
         self.scheduler.add(request)
 
     def _check_tokens(self, request: Request) -> None:

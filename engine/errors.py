@@ -8,7 +8,8 @@
     │   ├── UnsupportedParameterError
     │   ├── ContextLengthExceededError
     │   ├── ModelNotFoundError
-    │   ├── NotFoundError           a tenant, a key, …: not there, or not yours to know of
+    │   ├── NotFoundError       no such object under this tenant; a foreign id looks the same
+    │   ├── PermissionDeniedError
     │   └── AuthenticationError
     └── ServiceError            the request is right, we cannot serve it now
         ├── EngineUnavailableError
@@ -68,6 +69,10 @@ class ModelNotFoundError(RequestError):
 
 class NotFoundError(RequestError):
     code = "not_found"
+
+
+class PermissionDeniedError(RequestError):
+    code = "permission_denied"
 
 
 class AuthenticationError(RequestError):

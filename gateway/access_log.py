@@ -24,6 +24,8 @@ _KNOWN_ROUTES = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/livez", "/readyz", "/metrics"}
 )
 
+WATCHED_PATHS = frozenset({"/livez", "/readyz", "/metrics", "/metrics/engine"})
+
 
 class AccessLog:
     def __init__(self, app: ASGIApp, observers: Sequence[RequestObserver] = ()) -> None:
@@ -112,7 +114,9 @@ class LogLine:
 
     def request_finished(self, record: RequestRecord) -> None:
         account = record.account or PromptAccount()
-        logger.info(
+        logger.log(
+            # Every second or so, from whoever watches the server.
+            logging.DEBUG if record.path in WATCHED_PATHS else logging.INFO,
             "%s %s %d %.1fms id=%s tenant=%s prompt=%d cached=%d output=%d%s",
             record.method,
             record.path,

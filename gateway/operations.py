@@ -18,6 +18,7 @@ from engine.settings import Settings
 from gateway.dashboard.routes import dashboard_router
 from gateway.drain import Drain
 from gateway.engine_port import Engine
+from gateway.handover import SHARED_METRICS_VARIABLE
 from gateway.history import HistoryWriter, watch_store
 from gateway.history_reader import HistoryReader
 from gateway.metrics import GatewayMetrics
@@ -26,8 +27,6 @@ from gateway.request_record import RequestObserver
 from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
 from gateway.tracing import build_tracer
-
-SHARED_METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus-client's own; the supervisor sets it
 
 
 class Operations:

@@ -28,11 +28,11 @@ def arrange(
 ) -> list[Item]:
     """`ranked`: best first. The best `pin_top` stand last, the very best next to the question.
 
-    For `cache` they come first instead: the engine orders the rest, in the given (canonical) order where nothing is
-    cached, and puts the first `pin_top` behind it.
+    For `cache` they come first instead, best first: the engine orders the rest and puts the first `pin_top` behind it,
+    reversed.
     """
     pin_top = min(pin_top, len(ranked))
-    pinned, rest = list(reversed(ranked[:pin_top])), list(ranked[pin_top:])
+    pinned, rest = list(ranked[:pin_top]), list(ranked[pin_top:])
     if order in ("canonical", "cache"):
         rest.sort(key=lambda item: (-popularity(item), identity(item)))
-    return [*pinned, *rest] if order == "cache" else [*rest, *pinned]
+    return [*pinned, *rest] if order == "cache" else [*rest, *reversed(pinned)]

@@ -44,8 +44,9 @@ class LexicalIndex:
     def change(self, added: Sequence[Entry], removed: Collection[int] = ()) -> None:
         """Searchable, or gone, when this returns."""
         writer = self._index.writer(_WRITER_MEMORY, 1)
-        for key in removed:
-            writer.delete_documents_by_term("key", key)
+        if removed:
+            # Not by term: tantivy-py 0.27 takes a Python integer for a signed one there, and matches nothing.
+            writer.delete_documents_by_query(tantivy.Query.term_set_query(self._schema, "key", list(removed)))
         for entry in added:
             document = tantivy.Document()
             document.add_unsigned("key", entry.key)

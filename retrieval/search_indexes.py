@@ -75,6 +75,10 @@ class SearchIndexes:
         index = await self.current(name)
         return await self._on_thread(index.search, vector, text, k, keep, weights)
 
+    def num_passages(self, name: Name) -> int:
+        """As far as this collection is loaded."""
+        return len(self._indexes.get(name, ()))
+
     async def current(self, name: Name) -> CollectionIndex:
         """The index, with every change that was answered before this call, as far as Redis can be asked."""
         index = self._indexes.get(name)

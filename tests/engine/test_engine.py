@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.engine import LLMEngine
 from engine.errors import ContextLengthExceededError, InvalidRequestError, InvariantError, OverloadedError
 from engine.kv_cache_manager import KVCacheManager
 from engine.protocol import SamplingParams, Segment, SegmentKind, Submit
 from engine.request import Request
 from engine.sampler import NonFiniteLogitsError
 from tests.engine.fake_runner import expected_output
-from tests.engine.harness import EOS, SCOPE_A, SCOPE_B, VOCAB, Harness
+from tests.engine.harness import EOS, SCOPE_A, SCOPE_B, VOCAB, Harness, word_tokenizer
 
 
 def expect(prompt: list[int], count: int) -> list[int]:
@@ -163,6 +165,16 @@ def test_it_stops_at_an_end_token_unless_told_to_ignore_it() -> None:
     harness.run()
     assert harness.tokens_of("stops") == out[: out.index(EOS)]
     assert (harness.finished["stops"], harness.finished["ignores"]) == ("stop", "length")
+
+
+def test_special_tokens_that_the_model_draws_are_not_shown() -> None:
+    harness = Harness()
+    out = expect([1, 2, 3], 4)
+    tokenizer = word_tokenizer()
+    tokenizer.add_special_tokens([f"w{out[1]} "])
+    info = msgspec.structs.replace(harness.engine.info(), tokenizer_json=tokenizer.to_str().encode())
+    harness.engine = LLMEngine(info, harness.engine.settings, harness.runner)
+    assert harness.generate([1, 2, 3], 4) == [out[0], *out[2:]]
 
 
 def test_a_stop_string_ends_the_text_before_it() -> None:
