@@ -8,7 +8,6 @@ each is scraped for itself, and the engine once.
 from __future__ import annotations
 
 import hmac
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from litestar.datastructures import State
 from litestar.handlers.base import BaseRouteHandler
 
 from engine.errors import AuthenticationError
-from gateway.auth import new_api_key
+from gateway.auth import load_or_create_random
 from gateway.drain import Drain
 from gateway.engine_port import Engine
 from gateway.metrics import GatewayMetrics
@@ -57,12 +56,9 @@ def load_or_create_metrics_token(configured: str, data_dir: Path) -> str:
     """From the settings, else from `data_dir/metrics.token`, which the first start makes."""
     if configured:
         return configured
-    path = data_dir / "metrics.token"
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return path.read_text("utf-8").strip()
-    token = new_api_key()
-    with os.fdopen(fd, "w") as file:
-        file.write(token + "\n")
-    return token
+    data_dir.mkdir(parents=True, exist_ok=True)
+    return load_or_create_random(metrics_token_path(data_dir))
+
+
+def metrics_token_path(data_dir: Path) -> Path:
+    return data_dir / "metrics.token"

@@ -392,4 +392,20 @@ def _locked(data_dir: Path) -> Generator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another `radixgate serve` runs on {data_dir}", param="store.data_dir") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
         yield
+
+
+def running_supervisor(data_dir: Path) -> int | None:
+    """The process id of the `radixgate serve` of a data directory, if there is one."""
+    path = runtime_dir(data_dir) / "serve.lock"
+    if not path.exists():
+        return None
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(file.read())
+    return None

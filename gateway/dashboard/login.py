@@ -82,9 +82,9 @@ class Login:
         return hashlib.sha256(self._password_hash.encode()).hexdigest()
 
 
-def hash_password(password: str) -> str:
-    """What `security.operator_password_hash` holds."""
-    return PasswordHasher().hash(password)
+def hash_password(password: str, salt: bytes | None = None) -> str:
+    """What `security.operator_password_hash` holds; the salt is random if none is given."""
+    return PasswordHasher().hash(password, salt=salt)
 
 
 def _verify(password_hash: str, password: str) -> bool:

@@ -76,6 +76,7 @@ class FakeEngine:
         self.started = self.closed = False
         self.reachable = reachable
         self.view = empty_view()
+        self.metrics = b"# TYPE radixgate_engine_steps counter\nradixgate_engine_steps_total 7.0\n"
         self._blocks: set[tuple[bytes, tuple[int, ...]]] = set()
         self._info = EngineInfo(
             protocol_version=PROTOCOL_VERSION,
@@ -123,7 +124,7 @@ class FakeEngine:
     async def metrics_text(self, timeout: float) -> bytes:
         if not self.reachable:
             raise EngineUnavailableError("no engine")
-        return b"# TYPE radixgate_engine_steps counter\nradixgate_engine_steps_total 7.0\n"
+        return self.metrics
 
     async def cache_view(self, owner: str | None, max_nodes: int, timeout: float) -> CacheView:
         if not self.reachable:
