@@ -20,7 +20,7 @@ from engine.settings import Settings, load_settings
 from gateway.auth import hash_api_key, load_or_create_secret, new_api_key
 from gateway.demo import run_demo
 from gateway.doctor import run_doctor
-from gateway.first_run import demo_key_path, operator_password_path, with_demo_tenant, with_operator_password
+from gateway.first_run import completed, demo_key_path, operator_password_path
 from gateway.logging_setup import configure_logging
 from gateway.operations_cli import OperationsCommands
 from gateway.supervisor import Supervisor, local_url
@@ -116,19 +116,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     given = settings_of(arguments)
     configure_logging(given.server)
     configured = bool(given.tenants)
-    settings = _completed(given)
+    settings = completed(given)
     print(f"radixgate {_version_text()}: starting; the first start converts the model, which takes a minute or two")
 
     def on_ready(model: str) -> None:
         print(_banner(settings, model, None if configured else demo_key_path(settings.store.data_dir)), flush=True)
 
-    supervisor = Supervisor(settings, on_ready=on_ready, read_settings=lambda: _completed(settings_of(arguments)))
+    supervisor = Supervisor(settings, on_ready=on_ready, read_settings=lambda: completed(settings_of(arguments)))
     return asyncio.run(supervisor.run())
-
-
-def _completed(settings: Settings) -> Settings:
-    """With what a first start makes for itself."""
-    return with_operator_password(with_demo_tenant(settings))
 
 
 def _banner(settings: Settings, model: str, demo_key: Path | None) -> str:

@@ -25,6 +25,11 @@ def demo_key_path(data_dir: Path) -> Path:
     return data_dir / "demo.key"
 
 
+def completed(settings: Settings) -> Settings:
+    """With all that a first start makes."""
+    return with_operator_password(with_demo_tenant(settings))
+
+
 def with_demo_tenant(settings: Settings) -> Settings:
     """The settings themselves if they name tenants; else with the tenant `demo`, whose key is made on the first run."""
     if settings.tenants:

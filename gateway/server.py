@@ -31,6 +31,7 @@ from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.auth import load_or_create_secret
 from gateway.drain import Drain
+from gateway.first_run import completed
 from gateway.handover import (
     HAND_OVER,
     READY_FD,
@@ -157,7 +158,13 @@ def run_gateway(settings: Settings) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m gateway.server", description="The HTTP gateway alone.")
     parser.add_argument("--config", type=Path, help="the TOML settings; the environment goes over it")
-    settings = load_settings(parser.parse_args(argv).config, os.environ)
+    parser.add_argument(
+        "--first-run", action="store_true", help="make a demo tenant and a password if the settings have none"
+    )
+    arguments = parser.parse_args(argv)
+    settings = load_settings(arguments.config, os.environ)
+    if arguments.first_run:
+        settings = completed(settings)
     configure_logging(settings.server)
     run_gateway(settings)
 
