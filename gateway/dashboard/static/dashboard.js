@@ -54,6 +54,10 @@
     drawAll();
   }
 
+  document.addEventListener("htmx:beforeRequest", (event) => {
+    if (document.hidden) event.preventDefault();
+  });
+
   let opened = [];
   document.addEventListener("htmx:beforeSwap", () => {
     opened = [...document.querySelectorAll("details")].map((d) => d.open);
