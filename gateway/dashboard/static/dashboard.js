@@ -15,7 +15,7 @@
     const strokes = [color("--c0"), color("--c1"), color("--c2")];
     const axis = { stroke: color("--quiet"), grid: { stroke: color("--line") }, ticks: { stroke: color("--line") } };
     const series = [{}, ...names.map((name, i) => ({
-      label: name, stroke: strokes[i % 3], width: 2, spanGaps: false, points: { size: 5 }, dash: i === 2 ? [6, 3] : [],
+      label: name, stroke: strokes[i % 3], width: 2, spanGaps: false, points: { show: true, size: 5 }, dash: i === 2 ? [6, 3] : [],
     }))];
     const range = (u, low, high) => [0, high > 0 ? high * 1.1 : 1];
     new uPlot({ width: Math.max(holder.clientWidth, 200), height: 180, series, axes: [axis, { ...axis, size: 60 }],
