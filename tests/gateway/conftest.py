@@ -18,7 +18,9 @@ from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.auth import hash_api_key, new_api_key
 from gateway.drain import Drain
+from gateway.operations import Operations
 from gateway.server import GatewayServer
+from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
 from tests.gateway.fake_engine import FakeEngine
 
@@ -64,7 +66,9 @@ class RunningGateway:
         raise AssertionError("the condition never came true")
 
 
-def run_gateway_thread(engine: FakeEngine, settings: Settings | None = None) -> Iterator[RunningGateway]:
+def run_gateway_thread(
+    engine: FakeEngine, settings: Settings | None = None, *, operated: bool = False
+) -> Iterator[RunningGateway]:
     keys = {name: new_api_key() for name in ("alice", "bob", "carol", "dave")}
     groups = {"carol": "research", "dave": "research"}
     tenants = [
@@ -73,12 +77,20 @@ def run_gateway_thread(engine: FakeEngine, settings: Settings | None = None) -> 
     ]
     settings = settings or Settings(server=ServerSettings(max_choices=4, max_body_bytes=1 << 20))
     drain = Drain()
-    app = create_app(settings, engine, TenantDirectory(SECRET, tenants), drain=drain)
+    operations = Operations(settings, StoreClient(settings.store.url or None)) if operated else None
+    app = create_app(
+        settings,
+        engine,
+        TenantDirectory(SECRET, tenants),
+        drain=drain,
+        store_problem=operations.store.problem if operations else lambda: None,
+        operations=operations,
+    )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     config = uvicorn.Config(
-        AccessLog(app),
+        AccessLog(app, operations.observers if operations else ()),
         lifespan="on",
         log_config=None,
         access_log=False,
