@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from redis.asyncio import Redis
 
 from engine.settings import ServerSettings, Settings, TenantSettings
 from gateway.access_log import AccessLog
@@ -22,7 +23,11 @@ from gateway.operations import Operations
 from gateway.server import GatewayServer
 from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
+from retrieval.embedder_client import Embedder
 from tests.gateway.fake_engine import FakeEngine
+from tests.store_server import store_url
+
+__all__ = ["store_url"]
 
 SECRET = b"a secret for tests"
 
@@ -67,9 +72,15 @@ class RunningGateway:
 
 
 def run_gateway_thread(
-    engine: FakeEngine, settings: Settings | None = None, *, operated: bool = False
+    engine: FakeEngine,
+    settings: Settings | None = None,
+    *,
+    operated: bool = False,
+    redis: Redis | None = None,
+    embedder: Embedder | None = None,
+    keys: dict[str, str] | None = None,
 ) -> Iterator[RunningGateway]:
-    keys = {name: new_api_key() for name in ("alice", "bob", "carol", "dave")}
+    keys = keys or {name: new_api_key() for name in ("alice", "bob", "carol", "dave")}
     groups = {"carol": "research", "dave": "research"}
     tenants = [
         TenantSettings(id=name, key_hashes=(hash_api_key(SECRET, key),), cache_group=groups.get(name, ""))
@@ -78,13 +89,16 @@ def run_gateway_thread(
     settings = settings or Settings(server=ServerSettings(max_choices=4, max_body_bytes=1 << 20))
     drain = Drain()
     operations = Operations(settings, StoreClient(settings.store.url or None)) if operated else None
+    directory = TenantDirectory(SECRET, tenants)
     app = create_app(
         settings,
         engine,
-        TenantDirectory(SECRET, tenants),
+        directory,
         drain=drain,
         store_problem=operations.store.problem if operations else lambda: None,
         operations=operations,
+        redis=redis,
+        embedder=embedder,
     )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
