@@ -1,6 +1,8 @@
 """The gateway's application, wired in one place.
 
     /livez /readyz ───────────────────────► ReadinessProbe ─► Engine.probe
+    /metrics  guard: the metrics' token ──► GatewayMetrics, Engine.metrics_text
+    /dashboard  its own login ────────────► HistoryReader, Engine.cache_view
     /v1  guard: tenant of the API key
       ├─ chat/completions ─► ChatCompletions ─► ChatRetriever (documents) ─► ServedModel (prompt)
      │                                       ─► ChatCompletionResponse ─► Engine.generate
@@ -24,6 +26,7 @@ from gateway.auth import tenant_guard
 from gateway.cache_documents_api import cache_document_routes
 from gateway.chat import ChatCompletions, chat_route
 from gateway.chat_documents import ChatRetriever
+from gateway.dashboard.routes import template_config
 from gateway.drain import Drain
 from gateway.embeddings_api import embedding_routes
 from gateway.engine_port import Engine
@@ -31,6 +34,7 @@ from gateway.error_responses import exception_handlers
 from gateway.files_api import file_routes
 from gateway.health import ReadinessProbe, StoreProblem, health_routes
 from gateway.models import model_routes
+from gateway.operations import Operations
 from gateway.request_context import add_request_id
 from gateway.retrieval_service import RetrievalService
 from gateway.served_model import ServedModels
@@ -49,6 +53,7 @@ def create_app(
     *,
     drain: Drain | None = None,
     store_problem: StoreProblem = lambda: None,
+    operations: Operations | None = None,
     redis: Redis | None = None,
     embedder: Embedder | None = None,
 ) -> Litestar:
@@ -75,6 +80,8 @@ def create_app(
         ]
     v1 = Router("/v1", guards=[tenant_guard(tenants)], route_handlers=routes)
 
+    routers = [v1] if operations is None else [v1, *operations.routers(settings, engine, tenants, drain)]
+
     @asynccontextmanager
     async def engine_connection(_: Litestar) -> AsyncGenerator[None]:
         await engine.start()
@@ -88,9 +95,10 @@ def create_app(
             await engine.close()
 
     return Litestar(
-        route_handlers=[v1, *health_routes(ReadinessProbe(engine, drain, store_problem))],
-        lifespan=[engine_connection],
+        route_handlers=[*routers, *health_routes(ReadinessProbe(engine, drain, store_problem))],
+        lifespan=[engine_connection] if operations is None else [operations.lifespan, engine_connection],
         exception_handlers=exception_handlers(),
+        template_config=template_config(),
         before_send=[add_request_id],
         request_max_body_size=settings.server.max_body_bytes,
         openapi_config=None,

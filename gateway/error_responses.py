@@ -33,6 +33,7 @@ from engine.errors import (
     RequestError,
     ServiceError,
     ShuttingDownError,
+    StoreUnavailableError,
     UnsupportedParameterError,
 )
 from gateway.request_context import request_context
@@ -77,6 +78,7 @@ ERROR_RESPONSES: dict[type[RadixgateError], ErrorResponse] = {
     EngineUnavailableError: ErrorResponse(503, "server_error", retry_after=2),
     EngineStepError: ErrorResponse(503, "server_error", retry_after=1),
     OverloadedError: ErrorResponse(503, "server_error", retry_after=1),
+    StoreUnavailableError: ErrorResponse(503, "server_error", retry_after=2),
     ShuttingDownError: ErrorResponse(503, "server_error", retry_after=5),
 }
 
@@ -116,7 +118,9 @@ def _answer_retrieval_error(request: Request[Any, Any, State], error: RetrievalE
 
 
 def _answer_radixgate_error(request: Request[Any, Any, State], error: RadixgateError) -> Response[bytes]:
-    rid = request_context(request.scope).request_id
+    context = request_context(request.scope)
+    context.outcome = error.code
+    rid = context.request_id
     if not isinstance(error, RequestError | ServiceError):
         logger.error("request %s failed", rid, exc_info=error)
     return _response(error_body(error, rid), ERROR_RESPONSES[type(error)].status, error_headers(error))

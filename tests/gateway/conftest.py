@@ -19,7 +19,9 @@ from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.auth import hash_api_key, new_api_key
 from gateway.drain import Drain
+from gateway.operations import Operations
 from gateway.server import GatewayServer
+from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
 from retrieval.embedder_client import Embedder
 from tests.gateway.fake_engine import FakeEngine
@@ -73,6 +75,7 @@ def run_gateway_thread(
     engine: FakeEngine,
     settings: Settings | None = None,
     *,
+    operated: bool = False,
     redis: Redis | None = None,
     embedder: Embedder | None = None,
     keys: dict[str, str] | None = None,
@@ -85,13 +88,23 @@ def run_gateway_thread(
     ]
     settings = settings or Settings(server=ServerSettings(max_choices=4, max_body_bytes=1 << 20))
     drain = Drain()
+    operations = Operations(settings, StoreClient(settings.store.url or None)) if operated else None
     directory = TenantDirectory(SECRET, tenants)
-    app = create_app(settings, engine, directory, drain=drain, redis=redis, embedder=embedder)
+    app = create_app(
+        settings,
+        engine,
+        directory,
+        drain=drain,
+        store_problem=operations.store.problem if operations else lambda: None,
+        operations=operations,
+        redis=redis,
+        embedder=embedder,
+    )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     config = uvicorn.Config(
-        AccessLog(app),
+        AccessLog(app, operations.observers if operations else ()),
         lifespan="on",
         log_config=None,
         access_log=False,
