@@ -14,7 +14,7 @@ DIMENSION = 8
 
 def unit(seed: int) -> Floats:
     vector = np.random.default_rng(seed).standard_normal(DIMENSION).astype(np.float32)
-    return vector / np.linalg.norm(vector)
+    return (vector / np.linalg.norm(vector)).astype(np.float32)
 
 
 def dumb_search(vectors: dict[int, Floats], query: Floats, k: int, allowed: set[int] | None) -> list[int]:
