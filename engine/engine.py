@@ -13,6 +13,9 @@ What can go wrong, and what then:
                              it has (at most MAX_RESETS times, then it ends with an error). The process lives.
 
 One thread owns all of this. Nothing here blocks, and nothing is read from outside.
+
+With tiers below (`engine/tiers/`) a step also carries out what was noted for it: offloads of blocks that leave, fetches
+of blocks that come back. A step without sequences is right when requests wait for the disk, or only blocks move.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from engine.batch import ScheduledSequence, SchedulerOutput
+from engine.batch import ScheduledSequence, SchedulerOutput, TransferReport
 from engine.errors import (
     ContextLengthExceededError,
     EngineStepError,
@@ -37,21 +40,38 @@ from engine.errors import (
 )
 from engine.kv_cache_manager import KVCacheManager
 from engine.output_stream import OutputStream
-from engine.protocol import Delta, EngineInfo, EngineStats, Failure, Submit
-from engine.request import Request
+from engine.protocol import (
+    Delta,
+    EngineInfo,
+    EngineStats,
+    Erase,
+    Erased,
+    EvictCache,
+    ExplainedPart,
+    Failure,
+    Submit,
+)
+from engine.request import Request, document_key
 from engine.sampler import NonFiniteLogitsError
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.settings import EngineSettings
+from engine.tiers.tier_stats import index_stats, tier_stats
+from engine.tiers.tiered_cache import TieredCache
 
 logger = logging.getLogger(__name__)
 
 MAX_RESETS = 2  # times a request is computed again because the cache was dropped
+DISK_WAIT = 0.005  # seconds that a step with nothing to compute waits for the disk
 
 
 class Runner(Protocol):
     """The device. `execute` returns one entry a sequence: the sampled token, None where `sample` is False."""
 
     def execute(self, output: SchedulerOutput) -> Sequence[int | None]: ...
+
+    def transfer_report(self) -> TransferReport:
+        """What has become of the offloads and fetches of the steps so far; after a failed step, of that one, too."""
+        ...
 
 
 @dataclass(slots=True)
@@ -85,6 +105,8 @@ class LLMEngine:
         self._streams: dict[str, OutputStream] = {}
         self._arrivals = 0
         self._broken: InvariantError | None = None  # found between steps
+        self.tiers: TieredCache | None = None
+        self._is_persisting = False
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
@@ -96,6 +118,7 @@ class LLMEngine:
             ghost_entries=settings.ghost_entries,
             policy=settings.eviction_policy,
             caching=settings.enable_prefix_caching,
+            tiers=self.tiers,
         )
         limits = SchedulerLimits(
             max_num_seqs=settings.max_num_seqs,
@@ -105,6 +128,11 @@ class LLMEngine:
             output_token_weight=settings.output_token_weight,
         )
         return Scheduler(limits, manager)
+
+    def attach_tiers(self, tiers: TieredCache) -> None:
+        """From now on what leaves the device goes there. Before the first request."""
+        self.tiers = tiers
+        self.forget_everything()
 
     # ------------------------------------------------------------------ requests
 
@@ -162,18 +190,18 @@ class LLMEngine:
         if self._broken is not None:
             return self._reset_cache(self._broken)
         try:
-            output = self.scheduler.schedule()
+            output = self._schedule()
         except InvariantError as error:
             return self._reset_cache(error)
         if not output.sequences:
-            # The oldest request can always go on (engine/scheduler.py), so an empty step is a bug, not a wait.
-            stalled = f"I10: {len(self._requests)} requests are here and none of them can go on"
-            return self._reset_cache(InvariantError(stalled)) if self._requests else []
+            return self._step_without_sequences(output)
         self._counters.num_steps += 1
         try:
-            tokens = self.runner.execute(output)
+            tokens = self._execute(output)
         except NonFiniteLogitsError as error:
             return self._fail_rows(output, error)
+        except InvariantError as error:
+            return self._reset_cache(error)
         except Exception as error:  # noqa: BLE001  whatever it was, the other requests go on
             return self._fail_step(output, error)
         deltas: list[Delta | Failure] = []
@@ -183,6 +211,54 @@ class LLMEngine:
         except InvariantError as error:
             return deltas + self._reset_cache(error)
         return deltas
+
+    def _schedule(self) -> SchedulerOutput:
+        if self.tiers is None:
+            return self.scheduler.schedule()
+        self.tiers.poll()
+        output = self.scheduler.schedule()
+        self.tiers.begin_step(output)
+        return output
+
+    def _execute(self, output: SchedulerOutput) -> Sequence[int | None]:
+        started = time.perf_counter()
+        try:
+            tokens = self.runner.execute(output)
+        except NonFiniteLogitsError:
+            self._settle_transfers()  # they came before the logits
+            raise
+        except Exception:
+            if self.tiers is not None and (output.offloads or output.fetches):
+                self.tiers.fail_step()
+            self._settle_transfers()
+            raise
+        self._settle_transfers()
+        if self.tiers is not None and any(sequence.sample and sequence.num_new > 1 for sequence in output.sequences):
+            num_new = sum(sequence.num_new for sequence in output.sequences)
+            self.tiers.gate.prefill.observe(num_new, time.perf_counter() - started)
+        return tokens
+
+    def _settle_transfers(self) -> None:
+        if self.tiers is not None:
+            self.tiers.settle(self.runner.transfer_report())
+
+    def _step_without_sequences(self, output: SchedulerOutput) -> list[Delta | Failure]:
+        if not output.is_empty:
+            try:
+                self._execute(output)
+            except InvariantError as error:
+                return self._reset_cache(error)
+            except Exception:
+                logger.exception("blocks could not be moved between the tiers")
+                self._counters.num_step_failures += 1
+            return []
+        if self.scheduler.is_reading and self.tiers is not None:
+            self._settle_transfers()
+            self.tiers.wait(DISK_WAIT)
+            return []
+        # The oldest request can always go on (engine/scheduler.py), so an empty step is a bug, not a wait.
+        stalled = f"I10: {len(self._requests)} requests are here and none of them can go on"
+        return self._reset_cache(InvariantError(stalled)) if self._requests else []
 
     def _postprocess(self, sequence: ScheduledSequence, token_id: int | None, deltas: list[Delta | Failure]) -> None:
         request = self._requests[sequence.request_id]
@@ -232,6 +308,10 @@ class LLMEngine:
         self._counters.num_integrity_failures += 1
         self._broken = None
         self._keep_counts()
+        if self.tiers is not None:
+            for request in self._requests.values():
+                self.scheduler.manager.drop_swapped(request)
+            self.tiers.distrust()
         self.scheduler = self._new_scheduler()
         failures: list[Delta | Failure] = []
         for request in list(self._requests.values()):
@@ -257,6 +337,75 @@ class LLMEngine:
             raise InvariantError(f"I10: {len(self._requests)} requests would lose their blocks")
         self._counters = Counters()
         self.scheduler = self._new_scheduler()
+
+    # ------------------------------------------------------------------ between requests
+
+    def idle(self) -> bool:
+        """Work in the background, when no request is here; True when more is to come soon."""
+        if self.tiers is None:
+            return False
+        try:
+            self._move_blocks()
+        except InvariantError as error:
+            self._reset_cache(error)
+        return self.tiers.is_busy or self._is_persisting
+
+    def _move_blocks(self) -> None:
+        assert self.tiers is not None
+        self.tiers.poll()
+        if self._is_persisting and not self.tiers.is_busy:
+            self.scheduler.manager.persist_all()
+            self._is_persisting = self.tiers.is_busy
+        output = SchedulerOutput()
+        self.tiers.begin_step(output)
+        if not output.is_empty:
+            self._step_without_sequences(output)
+        self._settle_transfers()
+        self.tiers.finish_erasures()
+
+    def persist(self) -> None:
+        """Bring what the device holds to the disk, a part at a time, while `idle` is called."""
+        self._is_persisting = self.tiers is not None and self.tiers.disk is not None
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Persist what can be persisted in that time, and let go of files and threads."""
+        if self.tiers is None:
+            return
+        deadline = time.monotonic() + seconds
+        self.persist()
+        while self.idle() and time.monotonic() < deadline:
+            self.tiers.wait(DISK_WAIT)
+        self.tiers.close()
+
+    def erase(self, erase: Erase) -> Erased:
+        """Take KV out of every tier; what running requests hold is gone when they end."""
+        owner = erase.owner
+        keys = None
+        if erase.document_ids is not None and owner is not None:
+            keys = {document_key(owner, document_id) for document_id in erase.document_ids}
+        for request in self._requests.values():
+            if _is_concerned(request, owner, keys):
+                self.scheduler.manager.stop_indexing(request)
+        done = self.scheduler.manager.erase(owner, keys)
+        return Erased(
+            call_id=erase.call_id,
+            num_device_blocks=done.device,
+            num_host_blocks=done.host,
+            num_disk_blocks=done.disk,
+            is_complete=self.tiers is None or self.tiers.can_erase,
+        )
+
+    def evict(self, evict: EvictCache) -> int:
+        """Let go of cached blocks in one tier; how many went."""
+        if evict.tier == "device":
+            return self.scheduler.manager.evict(evict.num_blocks)
+        return 0 if self.tiers is None else self.tiers.evict(evict.tier, evict.num_blocks)
+
+    def explain(self, submit: Submit) -> list[ExplainedPart]:
+        """Where each part of a prompt would come from now. Raises as `add_request` does."""
+        request = Request(submit, self._info.block_size, self._arrivals, 0)
+        self._check_tokens(request)
+        return self.scheduler.manager.explain(request)
 
     # ------------------------------------------------------------------ look
 
@@ -284,8 +433,16 @@ class LLMEngine:
             num_active_blocks=blocks.active,
             num_waiting=self.scheduler.num_waiting,
             num_running=len(self.scheduler.running),
+            tiers=() if self.tiers is None else tier_stats(self.tiers),
+            index=None if self.tiers is None else index_stats(self.tiers),
             **{name: getattr(counters, name) for name in Counters.__dataclass_fields__},
         )
+
+
+def _is_concerned(request: Request, owner: str | None, documents: set[str] | None) -> bool:
+    if documents is not None:
+        return any(key in documents for _, key in request.documents)
+    return owner is None or request.tokens.has_owner(owner)
 
 
 def new_incarnation() -> str:

@@ -1,7 +1,9 @@
 """What gateway and engine say to each other: msgspec structs, msgpack on the wire, one struct a message.
 
-    gateway (DEALER) ──► engine (ROUTER)      Hello, Submit, Abort, Probe, GetStats
-    gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats
+    gateway (DEALER) ──► engine (ROUTER)      Hello, Submit, Abort, Probe, GetStats,
+                                              Erase, EvictCache, VerifyCache, Explain
+    gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats,
+                                              Erased, CacheEvicted, CacheVerified, Explained
 
 Every `Submit` is answered by zero or more `Delta`s and ends with exactly one of: a `Delta` with a
 `finish_reason`, or a `Failure`. An `Abort` is never answered; the engine drops the request silently.
@@ -14,6 +16,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -59,6 +62,7 @@ class Segment(msgspec.Struct, frozen=True):
     scope: bytes
     document_id: str | None = None
     owner: str = ""  # who pays for the blocks of this scope; "": the request's tenant
+    pinned: bool = False  # its KV, and what stands before it, is kept on disk as soon as it has been computed
 
     @classmethod
     def of(cls, kind: SegmentKind, token_ids: Sequence[int], scope: bytes, document_id: str | None = None) -> Segment:
@@ -152,6 +156,39 @@ class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     """Answered by `EngineStats`."""
 
 
+class Erase(msgspec.Struct, frozen=True, kw_only=True, tag="erase"):
+    """Take KV out of every tier: of some documents of an owner, of all of an owner, or everything. → `Erased`
+
+    An owner is a tenant, a cache group or the public, as in `Segment.owner`.
+    """
+
+    call_id: str
+    owner: str | None = None  # None: everything
+    document_ids: tuple[str, ...] | None = None  # None: all that the owner pays for
+
+
+class EvictCache(msgspec.Struct, frozen=True, kw_only=True, tag="evict_cache"):
+    """Let go of cached blocks in the order of eviction, in one tier. → `CacheEvicted`"""
+
+    call_id: str
+    tier: Literal["device", "host", "disk"]
+    num_blocks: int
+
+
+class VerifyCache(msgspec.Struct, frozen=True, kw_only=True, tag="verify_cache"):
+    """Read every payload on disk again, and compute a sample of blocks anew to compare. → `CacheVerified`"""
+
+    call_id: str
+    num_recomputed: int = 4  # paths
+
+
+class Explain(msgspec.Struct, frozen=True, kw_only=True, tag="explain"):
+    """What the cache would give a request now, without running it. → `Explained`, or `Failure`"""
+
+    call_id: str
+    submit: Submit
+
+
 # ---------------------------------------------------------------- engine → gateway
 
 
@@ -200,6 +237,78 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, tag="probe_result")
     message: str = ""
 
 
+class Erased(msgspec.Struct, frozen=True, kw_only=True, tag="erased"):
+    """Blocks that are out of sight now. `is_complete` is False while Redis is away: the rest follows by itself."""
+
+    call_id: str
+    num_device_blocks: int
+    num_host_blocks: int
+    num_disk_blocks: int
+    is_complete: bool
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_device_blocks + self.num_host_blocks + self.num_disk_blocks
+
+
+class CacheEvicted(msgspec.Struct, frozen=True, kw_only=True, tag="cache_evicted"):
+    call_id: str
+    num_blocks: int
+
+
+class CacheVerified(msgspec.Struct, frozen=True, kw_only=True, tag="cache_verified"):
+    """`num_unreadable` blocks were dropped: counted misses from now on. `num_different` must be 0."""
+
+    call_id: str
+    num_read: int
+    num_unreadable: int
+    num_recomputed: int  # blocks
+    num_different: int  # of these, beyond the tolerance of the dtype
+
+
+class ExplainedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of prompt tokens in one place."""
+
+    start: int  # token
+    end: int
+    place: str  # device, host, disk, or why it has to be computed
+
+
+class Explained(msgspec.Struct, frozen=True, kw_only=True, tag="explained"):
+    call_id: str
+    parts: tuple[ExplainedPart, ...]
+
+
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier below the device, since the engine's start and now."""
+
+    name: str
+    state: str  # ready, loading
+    num_slots: int
+    num_blocks: int
+    block_bytes: int
+    bytes_written: int
+    bytes_read: int
+    num_evicted: int
+    num_read_errors: int = 0
+    num_write_errors: int = 0
+    num_restored: int = 0
+    num_rejected: int = 0
+    bandwidth: float = 0.0  # bytes per second, as measured when reading; 0: not yet
+    owner_blocks: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+
+
+class IndexStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The journal of the index in Redis."""
+
+    state: str  # loading, ok, away, stale
+    num_pending: int
+    lag_seconds: float
+    num_published: int
+    num_failures: int
+    num_resyncs: int
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Counts since the engine's start, and its state now."""
 
@@ -222,7 +331,19 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     num_cached_tokens: int
     num_computed_tokens: int  # prefill + decode, as run on the device, recomputation included
     num_output_tokens: int
+    tiers: tuple[TierStats, ...] = ()
+    index: IndexStats | None = None  # None: without a disk tier
 
 
-ClientMessage = Hello | Submit | Abort | Probe | GetStats
-EngineMessage = EngineInfo | Delta | Failure | ProbeResult | EngineStats
+ClientMessage = Hello | Submit | Abort | Probe | GetStats | Erase | EvictCache | VerifyCache | Explain
+EngineMessage = (
+    EngineInfo
+    | Delta
+    | Failure
+    | ProbeResult
+    | EngineStats
+    | Erased
+    | CacheEvicted
+    | CacheVerified
+    | Explained
+)
