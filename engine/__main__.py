@@ -72,6 +72,7 @@ def run_engine(settings: Settings) -> None:
     )  # fmt: skip
     server.serve()
     engine.close()
+    gc.unfreeze()  # or native libraries report every frozen object as leaked
     logger.info("stopped")
 
 

@@ -12,9 +12,9 @@ from engine.protocol import SamplingParams
 class ScheduledSequence:
     """One sequence's part of a step.
 
-        token_ids       t0 ──────────────── tN                     all tokens known so far (prompt + output)
-        in the cache    [0, num_computed)
-        this step                [num_computed, num_computed + num_new)
+    token_ids       t0 ──────────────── tN                     all tokens known so far (prompt + output)
+    in the cache    [0, num_computed)
+    this step                [num_computed, num_computed + num_new)
     """
 
     request_id: str

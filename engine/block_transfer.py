@@ -219,4 +219,4 @@ def host_tensor(buffer: memoryview, kv_cache: torch.Tensor) -> torch.Tensor:
 
 def allocate_pinned_memory(size: int) -> memoryview:
     """Memory that a GPU copies from and to without the CPU's help."""
-    return memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy())
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data

@@ -27,9 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from tokenizers import Tokenizer
-
 from engine.batch import ScheduledSequence, SchedulerOutput, TransferReport
+from engine.erasure import Selection
 from engine.errors import (
     ContextLengthExceededError,
     EngineStepError,
@@ -39,8 +38,9 @@ from engine.errors import (
     RadixgateError,
 )
 from engine.kv_cache_manager import KVCacheManager
-from engine.output_stream import OutputStream
+from engine.output_stream import OutputRules, OutputStream
 from engine.protocol import (
+    CacheVerified,
     Delta,
     EngineInfo,
     EngineStats,
@@ -51,12 +51,13 @@ from engine.protocol import (
     Failure,
     Submit,
 )
-from engine.request import Request, document_key
+from engine.request import Request
 from engine.sampler import NonFiniteLogitsError
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.settings import EngineSettings
 from engine.tiers.tier_stats import index_stats, tier_stats
 from engine.tiers.tiered_cache import TieredCache
+from engine.verification import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,10 @@ class Runner(Protocol):
 
     def transfer_report(self) -> TransferReport:
         """What has become of the offloads and fetches of the steps so far; after a failed step, of that one, too."""
+        ...
+
+    def is_same_block(self, block_id: int, payload: memoryview) -> bool:
+        """Whether a block's content and a payload agree within the dtype's tolerance."""
         ...
 
 
@@ -99,7 +104,7 @@ class LLMEngine:
         self._info = info
         self.settings = settings
         self.runner = runner
-        self._tokenizer: Tokenizer = Tokenizer.from_str(info.tokenizer_json.decode())
+        self._output_rules = OutputRules(info)
         self._counters = Counters()
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, OutputStream] = {}
@@ -146,9 +151,7 @@ class LLMEngine:
         self._check_tokens(request)
         self._arrivals += 1
         self._requests[request.request_id] = request
-        self._streams[request.request_id] = OutputStream(
-            request, self._tokenizer, self._info.eos_token_ids, self._info.max_model_len
-        )
+        self._streams[request.request_id] = OutputStream(request, self._output_rules)
         self.scheduler.add(request)
 
     def _check_tokens(self, request: Request) -> None:
@@ -356,10 +359,7 @@ class LLMEngine:
         if self._is_persisting and not self.tiers.is_busy:
             self.scheduler.manager.persist_all()
             self._is_persisting = self.tiers.is_busy
-        output = SchedulerOutput()
-        self.tiers.begin_step(output)
-        if not output.is_empty:
-            self._step_without_sequences(output)
+        self._carry_out_offloads()
         self._settle_transfers()
         self.tiers.finish_erasures()
 
@@ -378,28 +378,40 @@ class LLMEngine:
         self.tiers.close()
 
     def erase(self, erase: Erase) -> Erased:
-        """Take KV out of every tier; what running requests hold is gone when they end."""
-        owner = erase.owner
-        keys = None
-        if erase.document_ids is not None and owner is not None:
-            keys = {document_key(owner, document_id) for document_id in erase.document_ids}
+        """Take KV out of every tier; what running requests hold is gone when they end.
+
+        The disk's part may follow: while Redis is away it is not known what is there. It is noted in a file, so that
+        it will be done, whatever happens meanwhile.
+        """
+        selection = Selection.of(erase)
         for request in self._requests.values():
-            if _is_concerned(request, owner, keys):
+            if request.is_concerned(selection):
                 self.scheduler.manager.stop_indexing(request)
-        done = self.scheduler.manager.erase(owner, keys)
-        return Erased(
-            call_id=erase.call_id,
-            num_device_blocks=done.device,
-            num_host_blocks=done.host,
-            num_disk_blocks=done.disk,
-            is_complete=self.tiers is None or self.tiers.can_erase,
-        )
+        done = self.scheduler.manager.erase(selection)
+        num_by_tier = {"device": done.device, "host": done.host, "disk": done.disk}
+        return Erased(erase_id=erase.erase_id, num_blocks=sum(num_by_tier.values()), num_by_tier=num_by_tier)
 
     def evict(self, evict: EvictCache) -> int:
         """Let go of cached blocks in one tier; how many went."""
         if evict.tier == "device":
             return self.scheduler.manager.evict(evict.num_blocks)
         return 0 if self.tiers is None else self.tiers.evict(evict.tier, evict.num_blocks)
+
+    def verify(self, num_paths: int) -> CacheVerified:
+        """Prove what lies on disk (`engine/verification.py`). Blocks until it is done."""
+        if self.tiers is None or self.tiers.disk is None:
+            return CacheVerified(call_id="", num_read=0, num_unreadable=0, num_recomputed=0, num_different=0)
+        chunk = self.settings.prefill_chunk_size
+        run = Verification(self.scheduler.manager, self.runner, self.tiers.disk, chunk, self._carry_out_offloads)
+        return run.run("", num_paths)
+
+    def _carry_out_offloads(self) -> None:
+        """Nothing may be written into blocks whose old content still has to leave."""
+        assert self.tiers is not None
+        output = SchedulerOutput()
+        self.tiers.begin_step(output)
+        if not output.is_empty:
+            self._step_without_sequences(output)
 
     def explain(self, submit: Submit) -> list[ExplainedPart]:
         """Where each part of a prompt would come from now. Raises as `add_request` does."""
@@ -437,12 +449,6 @@ class LLMEngine:
             index=None if self.tiers is None else index_stats(self.tiers),
             **{name: getattr(counters, name) for name in Counters.__dataclass_fields__},
         )
-
-
-def _is_concerned(request: Request, owner: str | None, documents: set[str] | None) -> bool:
-    if documents is not None:
-        return any(key in documents for _, key in request.documents)
-    return owner is None or request.tokens.has_owner(owner)
 
 
 def new_incarnation() -> str:

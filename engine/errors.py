@@ -8,6 +8,8 @@
     │   ├── UnsupportedParameterError
     │   ├── ContextLengthExceededError
     │   ├── ModelNotFoundError
+    │   ├── NotFoundError       no such object under this tenant; a foreign id looks the same
+    │   ├── PermissionDeniedError
     │   └── AuthenticationError
     └── ServiceError            the request is right, we cannot serve it now
         ├── EngineUnavailableError
@@ -62,6 +64,14 @@ class ContextLengthExceededError(RequestError):
 
 class ModelNotFoundError(RequestError):
     code = "model_not_found"
+
+
+class NotFoundError(RequestError):
+    code = "not_found"
+
+
+class PermissionDeniedError(RequestError):
+    code = "permission_denied"
 
 
 class AuthenticationError(RequestError):

@@ -28,11 +28,13 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.batch import BlockCopy, BlockFetch
 from engine.block_pool import BlockPool
+from engine.document_order import DocumentPopularity, order_documents
+from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.eviction import Policy
 from engine.prefix_index import MissReason, Node, PrefixIndex, PrefixMatch
@@ -109,6 +111,7 @@ class KVCacheManager:
         self._clock = clock
         # Blocks that running requests are about to compute, by key: who else wants one waits for it.
         self._computing: dict[bytes, Request] = {}
+        self.popularity = DocumentPopularity()
 
     def set_policy(self, tenant_id: str, policy: TenantPolicy) -> None:
         """A floor is rounded down to whole blocks, a quota, too."""
@@ -116,6 +119,14 @@ class KVCacheManager:
         self.index.order.set_limits(tenant_id, policy.kv_floor_tokens // self.block_size, quota)
 
     # ------------------------------------------------------------------ admission
+
+    def arrange_documents(self, request: Request) -> None:
+        """Put documents whose order is ours to choose where they find most; until the request is first admitted."""
+        if request.chooses_order and request.account is None and self.caching and request.indexable:
+            ordered = order_documents(
+                request.submitted_segments, self.index, self.popularity, request.tenant_id, request.pin_top
+            )
+            request.arrange(ordered.segments, ordered.order)
 
     def get_computed_blocks(self, request: Request) -> CachedPrefix | None:
         """The longest cached prefix; None when this request does not use the cache."""
@@ -243,6 +254,7 @@ class KVCacheManager:
             self._announce(request)
         if request.account is None:
             request.account = self._account(request, prefix)
+            self.popularity.note(request.document_ids)
         return admission
 
     def _fetch(self, request: Request, host_slots: list[int], admission: Admission) -> None:
@@ -473,20 +485,32 @@ class KVCacheManager:
             self.tiers.swap_drop(request.swapped.slots)
         request.swapped = None
 
+    def borrow_blocks(self, count: int) -> array[int] | None:
+        """Blocks outside any request and the index, until `return_blocks`; None when there is no room."""
+        missing = count - self.pool.num_free
+        if missing > self.pool.num_cached:
+            return None
+        if missing > 0:
+            self.evict(missing)
+        return self.pool.allocate(count)
+
+    def return_blocks(self, block_ids: array[int]) -> None:
+        self.pool.release(block_ids)
+
     def evict(self, count: int) -> int:
         """Let go of up to `count` cached blocks, to the tiers below where there are any."""
         freed = self.index.evict(count, "operator", self._demotion)
         self.pool.evict(freed)
         return len(freed)
 
-    def erase(self, owner: str | None, documents: Collection[str] | None) -> ErasedBlocks:
-        """Take blocks out of every tier: of documents (by key), of an owner, or all. Nothing is demoted.
+    def erase(self, selection: Selection) -> ErasedBlocks:
+        """Take blocks out of every tier. Nothing is demoted.
 
         What running requests hold goes when they let go; from now on nobody finds it.
         """
-        done = self.index.erase_owner(owner) if documents is None else self.index.erase_documents(documents)
+        done = self.index.erase(selection)
         self.pool.evict(done.freed)
-        host, disk = (0, 0) if self.tiers is None else self.tiers.erase(owner, documents)
+        host, disk = (0, 0) if self.tiers is None else self.tiers.erase(selection)
         return ErasedBlocks(done.num_blocks, host, disk)
 
     def stop_indexing(self, request: Request) -> None:

@@ -5,8 +5,8 @@
     positions    7 8 9 10 11   42         0 1 2
     logits               ▲     ▲                       [2, V]    only rows that are sampled: C is in mid-prefill
 
-Transfers between the tiers and copies run before the forward pass, because the step writes into their targets (the order
-is that of `engine/batch.py`). Nothing is kept from step to step but
+Transfers between the tiers and copies run before the forward pass, because the step writes into their targets
+(`engine/batch.py` says in which order). Nothing is kept from step to step but
 the KV cache, so a step that failed leaves nothing to clean up here.
 
 One forward pass for prefill and decode together, not two: the linear layers, which are most of the work, then see all
@@ -32,6 +32,9 @@ from engine.sampler import Sampler
 from engine.settings import EngineSettings
 from kernels.dispatch import AttentionKernels, select_kernels
 from kernels.metadata import AttentionMetadata
+
+# Of the largest value in a block: what rounding leaves between two ways to batch the same tokens.
+_KV_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class ModelRunner:
@@ -63,6 +66,13 @@ class ModelRunner:
 
     def transfer_report(self) -> TransferReport:
         return TransferReport(0, 0, 0.0) if self._transfer is None else self._transfer.report()
+
+    def is_same_block(self, block_id: int, payload: memoryview) -> bool:
+        """Whether a block's content and a payload agree as well as two computations of the same KV do."""
+        mine = self.kv_cache[block_id].float().cpu()
+        theirs = host_tensor(payload, self.kv_cache)[0].float()
+        tolerance = _KV_TOLERANCE[self.kv_cache.dtype] * float(mine.abs().max())
+        return bool((mine - theirs).abs().max() <= tolerance)
 
     @property
     def num_blocks(self) -> int:

@@ -41,13 +41,14 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 import xxhash
 
+from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.eviction import EvictionOrder, Leaf, Owner, Policy
 from engine.scoped_tokens import TOKEN_BYTES, ScopedTokens
@@ -181,10 +182,30 @@ class PrefixIndex:
 
     def match_prefix(self, sequence: ScopedTokens, limit: int) -> PrefixMatch:
         """The longest cached prefix of the first `limit` tokens. Changes nothing, not even recency."""
+        return self._match_below(self.root, array("i"), sequence, limit)
+
+    def extend_match(self, match: PrefixMatch, sequence: ScopedTokens, limit: int) -> PrefixMatch:
+        """Go on from a match of a sequence that `sequence` begins with. Costs only what is new."""
+        node, done, stride = match.node, match.node_blocks, self._stride
+        if done == node.num_blocks:
+            return self._match_below(node, match.block_ids[:], sequence, limit)
+        blocks = len(match.block_ids)
+        scope, span_end = sequence.span(blocks)
+        last = min(blocks + node.num_blocks - done, limit // self.block_size, span_end)
+        shared = 0
+        if scope == node.scope and last > blocks:
+            shared = self._common_blocks(node.tokens[done * stride :], sequence.packed, blocks * stride, last * stride)
+        block_ids = match.block_ids + node.block_ids[done : done + shared]
+        if done + shared < node.num_blocks:
+            return self._match_inside(sequence, limit, node, done + shared, block_ids)
+        return self._match_below(node, block_ids, sequence, limit)
+
+    def _match_below(self, node: Node, block_ids: array[int], sequence: ScopedTokens, limit: int) -> PrefixMatch:
+        """`block_ids`, which this extends, lead to the end of `node`."""
         packed, stride = sequence.packed, self._stride
+        pos = len(block_ids) * stride
         end = limit // self.block_size * stride  # bytes of whole blocks that may be matched
-        node, pos, block_ids = self.root, 0, array("i")
-        scope, span_end = sequence.span(0)
+        scope, span_end = sequence.span(pos // stride)
         while pos < end and node.children:
             if pos // stride >= span_end:
                 scope, span_end = sequence.span(pos // stride)
@@ -531,24 +552,28 @@ class PrefixIndex:
 
     # ------------------------------------------------------------------ erase
 
-    def erase_documents(self, documents: Iterable[str]) -> Erasure:
-        """Take out everything that has attended to one of these documents."""
+    def erase(self, selection: Selection) -> Erasure:
+        """Take the selected blocks out, and what hangs below them. Walks the tree, or the list of documents."""
         done = Erasure()
-        for document in documents:
-            for node in list(self._by_document.get(document, ())):
-                start = min(block for block, found in node.documents if found == document)
-                if start > node.first_block:
-                    self._split(node, start - node.first_block)  # `node` keeps the lower part
-                self._erase_subtree(node, done)
-        return done
-
-    def erase_owner(self, owner_name: str | None) -> Erasure:
-        """Take out everything of an owner, and what hangs below it; of everyone when that is None."""
-        done = Erasure()
-        for node in [node for node in self.nodes() if owner_name is None or node.owner.name == owner_name]:
+        for node in self._selected_nodes(selection) if selection.document_ids is None else ():
             if node.parent is not None and not node.doomed:
                 self._erase_subtree(node, done)
+        if selection.document_ids is not None:
+            for document in [key for key in self._by_document if selection.has_document(key)]:
+                self._erase_document(document, selection, done)
         return done
+
+    def _selected_nodes(self, selection: Selection) -> list[Node]:
+        return [node for node in self.nodes() if selection.has_block(node.owner.name, node.scope)]
+
+    def _erase_document(self, document: str, selection: Selection, done: Erasure) -> None:
+        for node in list(self._by_document.get(document, ())):
+            if not selection.has_block(node.owner.name, node.scope):
+                continue
+            start = min(block for block, found in node.documents if found == document)
+            if start > node.first_block:
+                self._split(node, start - node.first_block)  # `node` keeps the lower part
+            self._erase_subtree(node, done)
 
     def _erase_subtree(self, top: Node, done: Erasure) -> None:
         """Children first. What somebody holds becomes `doomed`, and so do its ancestors up to `top`: they hold it."""

@@ -1,9 +1,9 @@
 """What gateway and engine say to each other: msgspec structs, msgpack on the wire, one struct a message.
 
-    gateway (DEALER) ──► engine (ROUTER)      Hello, Submit, Abort, Probe, GetStats,
-                                              Erase, EvictCache, VerifyCache, Explain
-    gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats,
-                                              Erased, CacheEvicted, CacheVerified, Explained
+    gateway (DEALER) ──► engine (ROUTER)      Hello, Submit, Abort, Probe, GetStats, Erase, GetDocumentStats
+    gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats, Erased, DocumentStats
+    operator's command line, over the same    Hello, GetStats, Erase, EvictCache, VerifyCache, Explain
+      socket, one answer a question           OperatorAnswer
 
 Every `Submit` is answered by zero or more `Delta`s and ends with exactly one of: a `Delta` with a
 `finish_reason`, or a `Failure`. An `Abort` is never answered; the engine drops the request silently.
@@ -139,11 +139,33 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     sampling: SamplingParams
     policy: TenantPolicy = TenantPolicy()
     priority: int = 0  # lower goes first, strictly, over all tenants
+    document_order: Literal["given", "cache"] = "given"  # cache: the engine orders them along the longest cached path
+    pin_top: int = 0  # of the given order, so many first documents stay last, next to the question, when reordering
     use_cache: bool = True  # False: neither looks a prefix up nor leaves one behind
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: tuple[str, ...]
+
+
+class Erase(msgspec.Struct, frozen=True, kw_only=True, tag="erase"):
+    """Forget KV, in every tier; answered by `Erased`. All that is given must apply; nothing given: everything.
+
+    A block is a document's if the document's tokens are in it or before it: what follows a document attended to it.
+    """
+
+    erase_id: str
+    owner: str | None = None
+    scopes: tuple[bytes, ...] | None = None
+    document_ids: tuple[str, ...] | None = None
+
+
+class GetDocumentStats(msgspec.Struct, frozen=True, kw_only=True, tag="get_document_stats"):
+    """Answered by `DocumentStats`."""
+
+    query_id: str
+    scopes: tuple[bytes, ...]  # that the asking tenant may see
+    document_ids: tuple[str, ...]
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
@@ -154,17 +176,6 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
 
 class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     """Answered by `EngineStats`."""
-
-
-class Erase(msgspec.Struct, frozen=True, kw_only=True, tag="erase"):
-    """Take KV out of every tier: of some documents of an owner, of all of an owner, or everything. → `Erased`
-
-    An owner is a tenant, a cache group or the public, as in `Segment.owner`.
-    """
-
-    call_id: str
-    owner: str | None = None  # None: everything
-    document_ids: tuple[str, ...] | None = None  # None: all that the owner pays for
 
 
 class EvictCache(msgspec.Struct, frozen=True, kw_only=True, tag="evict_cache"):
@@ -219,6 +230,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     text: str
     num_output_tokens: int  # so far
     account: PromptAccount | None = None
+    document_order: tuple[int, ...] | None = None  # with the account, if documents were ordered: given positions
     finish_reason: FinishReason | None = None
 
 
@@ -238,17 +250,28 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, tag="probe_result")
 
 
 class Erased(msgspec.Struct, frozen=True, kw_only=True, tag="erased"):
-    """Blocks that are out of sight now. `is_complete` is False while Redis is away: the rest follows by itself."""
+    """Blocks that are gone, by tier. Blocks that a running request still holds go when it ends; they are counted."""
 
-    call_id: str
-    num_device_blocks: int
-    num_host_blocks: int
-    num_disk_blocks: int
-    is_complete: bool
+    erase_id: str
+    num_blocks: int
+    num_by_tier: dict[str, int]
 
-    @property
-    def num_blocks(self) -> int:
-        return self.num_device_blocks + self.num_host_blocks + self.num_disk_blocks
+
+class DocumentUse(msgspec.Struct, frozen=True, kw_only=True):
+    """A document as a unit of the cache. Only blocks that hold tokens of it count."""
+
+    document_id: str
+    num_blocks: int
+    num_bytes: int
+    num_by_tier: dict[str, int]  # blocks
+    hits: int
+    tokens_saved: int
+    last_use: float  # Unix seconds; 0: not used since the engine's start
+
+
+class DocumentStats(msgspec.Struct, frozen=True, kw_only=True, tag="document_stats"):
+    query_id: str
+    documents: tuple[DocumentUse, ...]  # those of the asked ones that are in the cache
 
 
 class CacheEvicted(msgspec.Struct, frozen=True, kw_only=True, tag="cache_evicted"):
@@ -335,15 +358,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     index: IndexStats | None = None  # None: without a disk tier
 
 
-ClientMessage = Hello | Submit | Abort | Probe | GetStats | Erase | EvictCache | VerifyCache | Explain
-EngineMessage = (
-    EngineInfo
-    | Delta
-    | Failure
-    | ProbeResult
-    | EngineStats
-    | Erased
-    | CacheEvicted
-    | CacheVerified
-    | Explained
+ClientMessage = (
+    Hello | Submit | Abort | Probe | GetStats | GetDocumentStats | Erase | EvictCache | VerifyCache | Explain
 )
+EngineMessage = EngineInfo | Delta | Failure | ProbeResult | EngineStats | Erased | DocumentStats
+OperatorAnswer = EngineInfo | EngineStats | Failure | Erased | CacheEvicted | CacheVerified | Explained

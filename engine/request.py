@@ -6,8 +6,9 @@ from array import array
 from dataclasses import dataclass
 from enum import Enum
 
+from engine.erasure import Selection, document_key
 from engine.prefix_index import Node
-from engine.protocol import PromptAccount, SamplingParams, Submit, unpack_tokens
+from engine.protocol import PromptAccount, SamplingParams, Segment, Submit, unpack_tokens
 from engine.scoped_tokens import ScopedTokens
 
 
@@ -45,25 +46,28 @@ class Request:
         "awaited_key",
         "awaited_read",
         "block_table",
+        "chooses_order",
         "disk_keys",
-        "documents",
+        "document_order",
         "indexable",
         "node",
         "num_bypasses",
         "num_computed_tokens",
         "num_indexed_blocks",
-        "num_pinned_tokens",
         "num_prompt_tokens",
         "num_reads",
         "num_resets",
         "pending_keys",
+        "pin_top",
         "policy",
         "priority",
         "read_deadline",
         "request_id",
         "sampling",
         "seed",
+        "segments",
         "state",
+        "submitted_segments",
         "swapped",
         "tenant_id",
         "token_ids",
@@ -78,12 +82,15 @@ class Request:
         self.sampling: SamplingParams = submit.sampling
         self.seed = seed if submit.sampling.seed is None else submit.sampling.seed
         self.arrival = arrival
+        self.submitted_segments = submit.segments
+        self.segments = submit.segments  # as they stand in the prompt
+        self.chooses_order = submit.document_order == "cache"
+        self.pin_top = submit.pin_top
+        self.document_order: tuple[int, ...] | None = None  # given positions, if the order was ours to choose
         self.policy = submit.policy
         self.priority = submit.priority
         self.num_bypasses = 0  # times a later request of its tenant went first
-        spans = [(segment.tokens, segment.scope, segment.owner or submit.tenant_id) for segment in submit.segments]
-        self.documents, self.num_pinned_tokens = _documents(submit)
-        self.tokens = ScopedTokens(block_size, spans, self.documents)
+        self.tokens = ScopedTokens(block_size, self._spans(), self.documents())
         self.token_ids: list[int] = unpack_tokens(bytes(self.tokens.packed))
         self.num_prompt_tokens = len(self.token_ids)
         self.state = RequestState.WAITING
@@ -103,6 +110,44 @@ class Request:
         self.num_reads = 0  # times it waited for the disk
         self.disk_keys: set[bytes] = set()  # blocks that came from there for it
         self.swapped: SwappedBlocks | None = None
+
+    def _spans(self) -> list[tuple[bytes, bytes, str]]:
+        return [(segment.tokens, segment.scope, segment.owner or self.tenant_id) for segment in self.segments]
+
+    def documents(self) -> list[tuple[int, str]]:
+        """(first token, key) of each document, as they stand in the prompt."""
+        found: list[tuple[int, str]] = []
+        position = 0
+        for segment in self.segments:
+            if segment.document_id is not None and len(segment):
+                found.append((position, document_key(segment.owner or self.tenant_id, segment.document_id)))
+            position += len(segment)
+        return found
+
+    def is_concerned(self, selection: Selection) -> bool:
+        """Whether what this request computes belongs to what is being erased."""
+        if selection.document_ids is not None and not any(selection.has_document(key) for _, key in self.documents()):
+            return False
+        return any(selection.has_block(segment.owner or self.tenant_id, segment.scope) for segment in self.segments)
+
+    @property
+    def num_pinned_tokens(self) -> int:
+        """Tokens up to the end of the last pinned segment."""
+        position = pinned = 0
+        for segment in self.segments:
+            position += len(segment)
+            pinned = position if segment.pinned else pinned
+        return pinned
+
+    @property
+    def document_ids(self) -> list[str]:
+        return [segment.document_id for segment in self.segments if segment.document_id is not None]
+
+    def arrange(self, segments: tuple[Segment, ...], order: tuple[int, ...]) -> None:
+        """The same segments in another order, before anything of the request has been computed."""
+        self.segments, self.document_order = segments, order
+        self.tokens = ScopedTokens(self.tokens.block_size, self._spans(), self.documents())
+        self.token_ids = unpack_tokens(bytes(self.tokens.packed))
 
     @property
     def num_tokens(self) -> int:
@@ -124,21 +169,3 @@ class Request:
         self.pending_keys = []
         self.awaited_key = self.awaited_read = None
         self.swapped = None
-
-
-def document_key(owner: str, document_id: str) -> str:
-    """Names a document among all owners'."""
-    return f"{owner}\x1f{document_id}"
-
-
-def _documents(submit: Submit) -> tuple[list[tuple[int, str]], int]:
-    """(first token, key) of each document, and how many tokens from the start a pinned document keeps."""
-    documents: list[tuple[int, str]] = []
-    position = pinned = 0
-    for segment in submit.segments:
-        if segment.document_id is not None and len(segment):
-            documents.append((position, document_key(segment.owner or submit.tenant_id, segment.document_id)))
-        position += len(segment)
-        if segment.pinned:
-            pinned = position
-    return documents, pinned

@@ -156,6 +156,7 @@ class Scheduler:
 
     def _admit(self, request: Request, step: _Step) -> bool:
         """Start a request, or park it; False when it has to wait for room, and everyone else with it."""
+        self.manager.arrange_documents(request)
         prefix = self.manager.plan(request)
         if self.manager.is_awaiting(request, prefix):
             self.queue.remove(request)

@@ -64,6 +64,7 @@ from engine.protocol import (
     Failure,
     GetStats,
     Hello,
+    OperatorAnswer,
     Probe,
     ProbeResult,
     SamplingParams,
@@ -73,6 +74,7 @@ from engine.protocol import (
     VerifyCache,
 )
 from engine.scoped_tokens import SCOPE_BYTES
+
 logger = logging.getLogger(__name__)
 
 SILENCE_LIMIT = 15.0  # seconds without a message (clients say Hello every 3) before a client counts as gone
@@ -314,7 +316,7 @@ class EngineServer:
             case Erase() | EvictCache() | VerifyCache() | Explain():
                 self._send(client, self._call(message))
 
-    def _call(self, call: Erase | EvictCache | VerifyCache | Explain) -> EngineMessage:
+    def _call(self, call: Erase | EvictCache | VerifyCache | Explain) -> OperatorAnswer:
         """What an operator asks of the cache: rare, answered at once, by the id of the call."""
         try:
             match call:
@@ -328,7 +330,7 @@ class EngineServer:
                 case Explain():
                     return Explained(call_id=call.call_id, parts=tuple(self.engine.explain(call.submit)))
         except RadixgateError as error:
-            return _failure(call.call_id, error)
+            return _failure(call.erase_id if isinstance(call, Erase) else call.call_id, error)
 
     def _handle_malformed(self, client: _Client, payload: bytes, why: str) -> None:
         self.counters.num_malformed += 1
@@ -377,7 +379,7 @@ class EngineServer:
             self._forget(client, request_id)
         self._send(client, msgspec.structs.replace(output, request_id=request_id))
 
-    def _send(self, client: _Client, message: EngineMessage) -> None:
+    def _send(self, client: _Client, message: EngineMessage | OperatorAnswer) -> None:
         if client.owed:
             self._flush_owed(client)
         if client.owed:
@@ -392,7 +394,7 @@ class EngineServer:
             case _Sent.GONE:
                 self._drop_client(client, "is gone")
 
-    def _try_send(self, identity: bytes, message: EngineMessage) -> _Sent:
+    def _try_send(self, identity: bytes, message: EngineMessage | OperatorAnswer) -> _Sent:
         try:
             self._socket.send_multipart([identity, self._encode(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -403,7 +405,7 @@ class EngineServer:
             return _Sent.GONE
         return _Sent.YES
 
-    def _punish_slow(self, client: _Client, message: EngineMessage) -> None:
+    def _punish_slow(self, client: _Client, message: EngineMessage | OperatorAnswer) -> None:
         """The message is lost, so whatever it belonged to can only fail; the client learns it when it reads again."""
         self.counters.num_slow_clients += 1
         logger.warning("client %d does not read: its %d requests are aborted", client.number, len(client.requests))

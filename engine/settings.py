@@ -93,6 +93,21 @@ class SecuritySettings(msgspec.Struct, frozen=True, kw_only=True):
     secret: str = ""  # "": made once and kept in the data directory, mode 0600
 
 
+class RetrievalSettings(msgspec.Struct, frozen=True, kw_only=True):
+    embedder_endpoint: str = ""  # "": ipc:// in the data directory
+    embedder_model: str = ""  # a sentence-transformers directory; "": the one that comes along
+    reranker: str = ""  # a cross-encoder's directory; "": results are not reranked
+    embedder_threads: NotNegative = 0  # 0: the machine's cores
+    embedder_batch_size: Positive = 16  # texts in a micro-batch; a query waits for one at most
+    max_file_bytes: Bytes = 64 << 20
+    parse_seconds: Annotated[float, Meta(gt=0)] = 60.0  # for a file; then it has failed
+    parse_memory: Bytes = 2 << 30  # of the parser's process
+    chunk_tokens: Positive = 256  # of the served model, for the `auto` strategy
+    chunk_overlap_tokens: NotNegative = 0
+    operator_tenant: str = ""  # whose collections may be public: readable, and only readable, by every tenant
+    prefill_tokens_per_minute: NotNegative = 20_000  # ahead of time, for a tenant; 0: off
+
+
 class TenantSettings(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     name: str = ""
@@ -107,6 +122,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tiers: TierSettings = TierSettings()
     store: StoreSettings = StoreSettings()
     security: SecuritySettings = SecuritySettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
     tenants: tuple[TenantSettings, ...] = ()
 
 
@@ -141,7 +157,7 @@ KNOWN_KEYS = _known_keys()
 def load_settings(
     path: Path | None, environ: Mapping[str, str], overrides: Mapping[str, object] = MappingProxyType({})
 ) -> Settings:
-    """The settings of this process. `overrides` are `section.key` → value, from the command line.
+    """The settings of this process. `overrides` are `section.key` → value or text, from the command line.
 
     Raises ConfigError, which names the key and where it was set.
     """
@@ -149,7 +165,7 @@ def load_settings(
     layers = [
         *([(str(path), _read_toml(path), True)] if path else []),
         ("environment", _read_environ(environ), False),
-        ("command line", dict(overrides), True),
+        ("command line", {key: _from_text(key, value) for key, value in overrides.items()}, False),
     ]
     for source, layer, strict in layers:
         for key, value in layer.items():
@@ -201,9 +217,9 @@ def environ_name(key: str) -> str:
     return PREFIX + key.replace(".", "__").upper()
 
 
-def _from_text(key: str, text: str) -> object:
+def _from_text(key: str, text: object) -> object:
     """An environment variable's value. Lists and tables are JSON; a plain word stays text and is converted by type."""
-    if KNOWN_KEYS.get(key) in (str, Path, Bytes, Size):
+    if not isinstance(text, str) or KNOWN_KEYS.get(key) in (str, Path, Bytes, Size):
         return text
     try:
         return json.loads(text)
@@ -289,6 +305,7 @@ def _check(settings: Settings) -> None:
             param="tiers.disk_size",
         )
     _check_budget(settings.engine)
+    _check_chunks(settings.retrieval)
     _check_urls(settings)
     _check_tenants(settings.tenants)
 
@@ -303,9 +320,22 @@ def _check_budget(engine: EngineSettings) -> None:
             )
 
 
+def _check_chunks(retrieval: RetrievalSettings) -> None:
+    if retrieval.chunk_overlap_tokens > retrieval.chunk_tokens // 2:
+        raise ConfigError(
+            f"retrieval.chunk_overlap_tokens ({retrieval.chunk_overlap_tokens}) must not be above half of "
+            f"retrieval.chunk_tokens ({retrieval.chunk_tokens})",
+            param="retrieval.chunk_overlap_tokens",
+        )
+
+
 def _check_urls(settings: Settings) -> None:
     if settings.engine.endpoint and not re.match(r"(ipc|tcp)://.", settings.engine.endpoint):
         raise ConfigError("engine.endpoint must begin with ipc:// or tcp://", param="engine.endpoint")
+    if settings.retrieval.embedder_endpoint and not re.match(r"(ipc|tcp)://.", settings.retrieval.embedder_endpoint):
+        raise ConfigError(
+            "retrieval.embedder_endpoint must begin with ipc:// or tcp://", param="retrieval.embedder_endpoint"
+        )
     if settings.store.url and not re.match(r"(rediss?|valkeys?|unix)://.", settings.store.url):
         raise ConfigError("store.url must begin with redis://, rediss:// or unix://", param="store.url")
     if not settings.server.host:
@@ -403,11 +433,17 @@ def runtime_dir(data_dir: Path) -> Path:
     return directory
 
 
-def engine_endpoint(settings: Settings) -> str:
-    """Where the engine listens: `engine.endpoint`, else a Unix socket of this instance."""
-    return settings.engine.endpoint or f"ipc://{runtime_dir(settings.store.data_dir) / 'engine.sock'}"
+def embedder_endpoint(settings: Settings) -> str:
+    """Where the embedder listens: `retrieval.embedder_endpoint`, else a Unix socket of this instance."""
+    directory = runtime_dir(settings.store.data_dir)
+    return settings.retrieval.embedder_endpoint or f"ipc://{directory / 'embedder.sock'}"
 
 
 def store_url(settings: Settings) -> str:
-    """Where the store is: `store.url`, else the embedded one's Unix socket."""
+    """Where the store is reached: `store.url`, else the embedded store of this instance."""
     return settings.store.url or f"unix://{runtime_dir(settings.store.data_dir) / 'store.sock'}"
+
+
+def engine_endpoint(settings: Settings) -> str:
+    """Where the engine listens: `engine.endpoint`, else a Unix socket of this instance."""
+    return settings.engine.endpoint or f"ipc://{runtime_dir(settings.store.data_dir) / 'engine.sock'}"

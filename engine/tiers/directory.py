@@ -30,10 +30,11 @@ from __future__ import annotations
 import heapq
 import mmap
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.eviction import Policy
 from engine.prefix_index import KEY_BYTES
@@ -388,17 +389,21 @@ class TierDirectory:
         self._state[slot] = _FREE
         self._free.append(slot)
 
-    def erase(self, owner: str | None, documents: Collection[str] | None) -> list[int]:
-        """Remove what has attended to one of the documents; without documents, what an owner pays for; or all."""
-        if documents is not None:
-            tops = [slot for document in documents for slot in self._by_document.get(document, ())]
-        else:
-            tops = [slot for slot in self._slots.values() if owner is None or self.owner(slot) == owner]
+    def erase(self, selection: Selection) -> list[int]:
+        """Remove the selected blocks, and what hangs below them; the slots, children first."""
         removed: list[int] = []
-        for slot in tops:
+        for slot in self._selected(selection):
             if self._state[slot] in (_FILLING, _READY):  # else an earlier one was above it
                 removed += self.remove(slot)
         return removed
+
+    def _selected(self, selection: Selection) -> list[int]:
+        if selection.document_ids is None:
+            slots = list(self._slots.values())
+        else:
+            documents = [key for key in self._by_document if selection.has_document(key)]
+            slots = [slot for document in documents for slot in self._by_document[document]]
+        return [slot for slot in slots if selection.has_block(self.owner(slot), self.scope(slot))]
 
     # ------------------------------------------------------------------ look
 

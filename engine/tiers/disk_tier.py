@@ -11,10 +11,11 @@ because a slot that looks free may hold a block. That may take as long as Redis 
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 
+from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.tiers.directory import BlockIdentity, TierDirectory
 from engine.tiers.disk_slab import DiskSlab
@@ -154,11 +155,11 @@ class DiskTier:
             if self.directory.is_ready(slot):
                 self._publish(slot)
 
-    def erase(self, owner: str | None, documents: Collection[str] | None) -> int:
+    def erase(self, selection: Selection) -> int:
         """Take blocks out of the index at once; their payloads are overwritten behind."""
         if self.directory is None:
             raise InvariantError("I8: an erasure before the index was read")
-        removed = self.directory.erase(owner, documents)
+        removed = self.directory.erase(selection)
         for slot in removed:
             # In the thread's order this comes after a write that is under way, and before one of a later owner.
             self._io.submit(IoJob(IoKind.CLEAR, slot, b"", _NOTHING, 0))
@@ -172,6 +173,51 @@ class DiskTier:
             gone += len(self.directory.remove(slot))
         self._forget_removed()
         return gone
+
+    # ------------------------------------------------------------------ verification
+
+    def verify_payloads(self) -> tuple[int, int]:
+        """Read every ready block: (read, unreadable). The latter are dropped, with what hangs below them."""
+        if self.directory is None:
+            return 0, 0
+        slots = list(self.directory.ready_slots())
+        unreadable = [slot for slot in slots if self.directory.is_ready(slot) and self.payload(slot) is None]
+        for slot in unreadable:
+            if self.directory.is_ready(slot):
+                self.directory.remove(slot)
+        self.counters.num_read_errors += len(unreadable)
+        self._forget_removed()
+        return len(slots), len(unreadable)
+
+    def payload(self, slot: int) -> memoryview | None:
+        """What lies in a ready slot; None when it cannot be read, or is not its block. Waits for the disk."""
+        assert self.directory is not None
+        into = memoryview(bytearray(self.slab.block_bytes))
+        try:
+            self.slab.read(slot, into, self.directory.key(slot), self.directory.checksum[slot])
+        except OSError:
+            return None
+        return into
+
+    def tokens(self, slot: int) -> bytes:
+        assert self.directory is not None
+        return self.directory.tokens(slot)
+
+    def sample_paths(self, count: int) -> list[list[int]]:
+        """Whole paths of ready slots, first block first, drawn at random."""
+        directory = self.directory
+        if directory is None:
+            return []
+        leaves = [slot for slot in directory.ready_slots() if not directory.has_children(slot)]
+        paths: list[list[int]] = []
+        for leaf in random.sample(leaves, min(count, len(leaves))):
+            path: list[int] = []
+            at: int | None = leaf
+            while at is not None:
+                path.append(at)
+                at = directory.parent_of(at)
+            paths.append(path[::-1])
+        return paths
 
     # ------------------------------------------------------------------ index
 

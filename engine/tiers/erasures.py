@@ -14,12 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-
-class Erasure(msgspec.Struct, frozen=True):
-    """Documents by key; without them an owner; without that everything."""
-
-    owner: str | None
-    documents: tuple[str, ...] | None
+from engine.erasure import Selection
 
 
 class ErasureLog:
@@ -27,25 +22,25 @@ class ErasureLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._decoder = msgspec.json.Decoder(Erasure)
-        self.pending: list[Erasure] = []
+        self._decoder = msgspec.json.Decoder(Selection)
+        self.pending: list[Selection] = []
         if path.exists():
             self.pending = [entry for line in path.read_bytes().splitlines() if (entry := self._decode(line))]
 
-    def _decode(self, line: bytes) -> Erasure | None:
+    def _decode(self, line: bytes) -> Selection | None:
         try:
             return self._decoder.decode(line)
         except msgspec.DecodeError:
             return None  # the last line, torn: nobody has been told that it was accepted
 
-    def add(self, erasure: Erasure) -> None:
+    def add(self, selection: Selection) -> None:
         """Returns when it is safe on disk. Raises OSError."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(self._path, "ab", opener=_open_private) as file:
-            file.write(msgspec.json.encode(erasure) + b"\n")
+            file.write(msgspec.json.encode(selection) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        self.pending.append(erasure)
+        self.pending.append(selection)
 
     def finish(self) -> None:
         """All of them are done everywhere."""

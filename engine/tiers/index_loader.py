@@ -40,9 +40,7 @@ def load_index(
     names = _names(store)
     records = _records(store, progress)
     rejected = [slot for slot, record in records if record is None]
-    found = sorted(
-        ((slot, record) for slot, record in records if record is not None), key=lambda entry: entry[1].depth
-    )
+    found = sorted(((slot, record) for slot, record in records if record is not None), key=lambda entry: entry[1].depth)
     for slot, record in found:
         if record.last_used < oldest or not _restore(directory, slot, record, names):
             rejected.append(slot)

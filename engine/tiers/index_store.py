@@ -39,9 +39,7 @@ class IndexStore:
     """Raises `redis.RedisError` from every method when the store cannot be asked."""
 
     def __init__(self, url: str, layout: SlabLayout, ttl_seconds: int) -> None:
-        self._client: redis.Redis = redis.Redis.from_url(
-            url, socket_timeout=_TIMEOUT, socket_connect_timeout=_TIMEOUT
-        )
+        self._client: redis.Redis = redis.Redis.from_url(url, socket_timeout=_TIMEOUT, socket_connect_timeout=_TIMEOUT)
         self.format = RecordFormat(layout.block_size)
         self._layout = layout
         self._ttl = ttl_seconds

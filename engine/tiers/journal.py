@@ -129,9 +129,7 @@ class Journal:
         with self._lock:
             lag = 0.0 if self._oldest_pending is None else self._clock() - self._oldest_pending
             pending = len(self._records) + self._in_flight
-        return JournalStats(
-            self._state, pending, lag, self._num_published, self._num_failures, self._num_resyncs
-        )
+        return JournalStats(self._state, pending, lag, self._num_published, self._num_failures, self._num_resyncs)
 
     def flush(self, seconds: float) -> bool:
         """Wait until everything is written; False when it was not within that time."""

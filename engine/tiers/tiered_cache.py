@@ -6,8 +6,8 @@
         │◄──────────── fetch (in the step) ────────────  host ◄── read ── disk      while the request is parked
         └───── swap_out ──► private slots ── swap_in ──►  the same request
 
-Offloads are only noted here; the next step carries them out before anything else (`engine/batch.py`), and `settle` hears
-when they have ended. Until then a slot is filling and pinned. No payload passes through this module.
+Offloads are only noted here; the next step carries them out before anything else (`engine/batch.py`), and `settle`
+hears when they have ended. Until then a slot is filling and pinned. No payload passes through this module.
 
 Who comes first: a path is added parents first and removed children first, in each tier by itself (I4, see
 `engine/tiers/directory.py`), so demoting a leaf also copies those blocks above it that the tier lacks.
@@ -19,17 +19,18 @@ without room: then the request computes what it could not have.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.batch import BlockOffload, SchedulerOutput, TransferReport
+from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.eviction import Policy
 from engine.prefix_index import CachedBlock
 from engine.scoped_tokens import ScopedTokens
 from engine.tiers.directory import BlockIdentity, TierDirectory
 from engine.tiers.disk_tier import DiskTier
-from engine.tiers.erasures import Erasure, ErasureLog
+from engine.tiers.erasures import ErasureLog
 from engine.tiers.fetch_gate import FetchGate
 from engine.tiers.host_slab import HostSlab
 from engine.tiers.io_thread import IoDone, IoKind
@@ -399,22 +400,22 @@ class TieredCache:
 
     # ------------------------------------------------------------------ erase
 
-    def erase(self, owner: str | None, documents: Collection[str] | None) -> tuple[int, int]:
+    def erase(self, selection: Selection) -> tuple[int, int]:
         """(host, disk) blocks taken out. What a disk tier holds is only known when its index has been read."""
         if self._erasures is not None:
-            self._erasures.add(Erasure(owner, None if documents is None else tuple(documents)))
-        removed = self.host.erase(owner, documents)
+            self._erasures.add(selection)
+        removed = self.host.erase(selection)
         for slot in removed:
             if self.host.is_free(slot):
                 self.host_slab.clear(slot)
-        num_disk = self.disk.erase(owner, documents) if self.disk is not None and self.can_erase else 0
+        num_disk = self.disk.erase(selection) if self.disk is not None and self.can_erase else 0
         return len(removed), num_disk
 
     def _resume_erasures(self) -> None:
         """The index of the earlier life has been read: what was erased since, or then, goes from it, too."""
         assert self.disk is not None
-        for erasure in self._erasures.pending if self._erasures is not None else []:
-            self.disk.erase(erasure.owner, erasure.documents)
+        for selection in self._erasures.pending if self._erasures is not None else []:
+            self.disk.erase(selection)
 
     def finish_erasures(self) -> None:
         """Forget those that are done everywhere: payloads overwritten, and Redis told."""
@@ -439,9 +440,9 @@ class TieredCache:
         for batch in self._batches:
             batch.failed = True
         self._drop_unused()
-        self.host.erase(None, None)
+        self.host.erase(Selection())
         if self.disk is not None and self.disk.directory is not None:
-            self.disk.erase(None, None)
+            self.disk.erase(Selection())
 
     def evict(self, tier: str, count: int) -> int:
         """Let go of up to `count` blocks of a tier in the order of eviction; how many went."""

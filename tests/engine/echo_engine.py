@@ -8,9 +8,14 @@ from dataclasses import dataclass, field
 from engine.errors import ContextLengthExceededError, EngineStepError
 from engine.protocol import (
     PROTOCOL_VERSION,
+    CacheVerified,
     Delta,
     EngineInfo,
     EngineStats,
+    Erase,
+    Erased,
+    EvictCache,
+    ExplainedPart,
     Failure,
     FinishReason,
     PromptAccount,
@@ -39,7 +44,9 @@ class EchoEngine:
     requests: dict[str, EchoRequest] = field(default_factory=dict[str, EchoRequest])
     submitted: list[Submit] = field(default_factory=list[Submit])
     aborted: list[str] = field(default_factory=list[str])
+    explained: list[Submit] = field(default_factory=list[Submit])
     num_integrity_checks: int = 0
+    num_persists: int = 0
 
     def add_request(self, submit: Submit) -> None:
         ids = [token_id for segment in submit.segments for token_id in unpack_tokens(segment.tokens)]
@@ -83,6 +90,25 @@ class EchoEngine:
             finish_reason=FinishReason.LENGTH if finished else None,
         )
 
+    def idle(self) -> bool:
+        return False
+
+    def persist(self) -> None:
+        self.num_persists += 1
+
+    def erase(self, erase: Erase) -> Erased:
+        return Erased(erase_id=erase.erase_id, num_blocks=3, num_by_tier={"device": 1, "host": 1, "disk": 1})
+
+    def evict(self, evict: EvictCache) -> int:
+        return evict.num_blocks
+
+    def verify(self, num_paths: int) -> CacheVerified:
+        return CacheVerified(call_id="", num_read=5, num_unreadable=0, num_recomputed=num_paths, num_different=0)
+
+    def explain(self, submit: Submit) -> list[ExplainedPart]:
+        self.explained.append(submit)
+        return [ExplainedPart(start=0, end=4, place="cold")]
+
     def check_integrity(self) -> bool:
         self.num_integrity_checks += 1
         return True
@@ -107,5 +133,5 @@ class EchoEngine:
         )
 
     def stats(self) -> EngineStats:
-        counts = dict.fromkeys(EngineStats.__struct_fields__[1:], 0)
+        counts = dict.fromkeys(EngineStats.__struct_fields__[1:-2], 0)  # the last two are the tiers'
         return EngineStats(incarnation=self.incarnation, **{**counts, "num_running": len(self.requests)})

@@ -9,9 +9,8 @@ Blocks that move between the tiers move as bytes, so that a payload that is torn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import struct
+from collections.abc import Sequence
 
 import xxhash
 
@@ -91,6 +90,9 @@ class FakeRunner:
     def transfer_report(self) -> TransferReport:
         fetched, self._fetched = self._fetched, 0
         return TransferReport(self._num_transfers, fetched * self.block_bytes, fetched * self.fetch_seconds)
+
+    def is_same_block(self, block_id: int, payload: memoryview) -> bool:
+        return self.pack(block_id) == bytes(payload)
 
     def pack(self, block_id: int) -> bytes:
         start = block_id * self.block_size

