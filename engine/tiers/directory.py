@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import heapq
 import mmap
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from engine.scoped_tokens import TOKEN_BYTES, ScopedTokens
 from engine.tiers.names import Names
 
 _DEPTH_OF_DOUBLE_COST = 512  # blocks, as in engine/eviction.py
+_KEY_OBJECT, _INT_OBJECT, _HEAP_ENTRY = 64, 32, 64 + 24 + 32 + 32  # as CPython allocates them
 _FREE, _FILLING, _READY, _GONE = range(4)
 
 
@@ -456,6 +458,21 @@ class TierDirectory:
             documents=self.documents(slot),
             depth=self._depth[slot],
         )
+
+    def memory_bytes(self) -> int:
+        """What the index takes, beside the tokens: arrays, dict, keys, and the order of eviction."""
+        slots = self.num_slots
+        arrays = sum(
+            values.itemsize * slots
+            for values in (
+                *(self._pins, self._parent, self._first_child, self._next, self._previous, self._depth, self._scope),
+                *(self._owner, self._documents, self._hits, self._priority, self._ticket),
+                *(self.checksum, self.last_used, self._free),
+            )
+        )
+        entries = sys.getsizeof(self._slots) + len(self._slots) * (_KEY_OBJECT + _INT_OBJECT)
+        heap = sys.getsizeof(self._heap) + len(self._heap) * _HEAP_ENTRY
+        return arrays + slots * (KEY_BYTES + 1) + entries + heap
 
     def ready_slots(self) -> Iterator[int]:
         """Every findable slot, in no order."""

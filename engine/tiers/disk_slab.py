@@ -47,6 +47,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     checksum: str = ""
 
+    def digest(self) -> str:
+        return xxhash.xxh3_64_hexdigest(msgspec.json.encode(msgspec.structs.replace(self, checksum="")))
+
+    def sealed(self) -> bytes:
+        """The page, with its checksum."""
+        return msgspec.json.encode(msgspec.structs.replace(self, checksum=self.digest())).ljust(PAGE, b"\0")
+
 
 class DiskSlab:
     """Payloads in a file. Every method may block; `engine/tiers/io_thread.py` calls them."""
@@ -100,7 +107,7 @@ class DiskSlab:
             return found
         try:
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, _seal(wanted), 0)
+            os.pwrite(self._file, wanted.sealed(), 0)
         except OSError as error:
             raise SlabError(f"{self.path} cannot be written: {error.strerror}") from error
         return wanted
@@ -152,16 +159,7 @@ def read_manifest(page: bytes) -> Manifest | None:
         manifest = msgspec.json.decode(page.rstrip(b"\0"), type=Manifest)
     except msgspec.DecodeError:
         return None
-    return manifest if _checksum(manifest) == manifest.checksum else None
-
-
-def _seal(manifest: Manifest) -> bytes:
-    sealed = msgspec.structs.replace(manifest, checksum=_checksum(manifest))
-    return msgspec.json.encode(sealed).ljust(PAGE, b"\0")
-
-
-def _checksum(manifest: Manifest) -> str:
-    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(msgspec.structs.replace(manifest, checksum="")))
+    return manifest if manifest.digest() == manifest.checksum else None
 
 
 def _same_shape(found: Manifest, wanted: Manifest) -> bool:
