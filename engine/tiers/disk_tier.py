@@ -235,7 +235,7 @@ class DiskTier:
             arrived = True
         if self.directory is not None and self._journal.take_resync():
             self._names.clear()
-            self._resync = list(self.directory.ready_slots())
+            self._resync = sorted(self.directory.ready_slots(), reverse=True)
         self._continue_resync()
         return arrived
 
@@ -247,8 +247,8 @@ class DiskTier:
     def _continue_resync(self) -> None:
         if not self._resync or self.directory is None:
             return
-        chunk, self._resync = self._resync[:RESYNC_CHUNK], self._resync[RESYNC_CHUNK:]
-        for slot in chunk:
+        for _ in range(min(RESYNC_CHUNK, self._journal.room, len(self._resync))):
+            slot = self._resync.pop()
             if self.directory.is_ready(slot):
                 self._publish(slot)
 

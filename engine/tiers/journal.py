@@ -102,6 +102,12 @@ class Journal:
                 self._oldest_pending = self._clock()
         self._wake.set()
 
+    @property
+    def room(self) -> int:
+        """Records that a resync may hand in now: half of the bound is left to what happens meanwhile."""
+        with self._lock:
+            return max(self._max_pending // 2 - len(self._records), 0)
+
     def name(self, digest: bytes, packed: bytes) -> None:
         """A name that records refer to; an empty one goes."""
         with self._lock:
