@@ -12,7 +12,7 @@ from engine.engine import LLMEngine, new_incarnation
 from engine.errors import ConfigError
 from engine.kv_cache import fit_max_model_len
 from engine.load_progress import Progress
-from engine.model_loader import load_model
+from engine.model_loader import LoadedModel, load_model
 from engine.model_runner import ModelRunner, build_model_runner, configure_threads
 from engine.protocol import PROTOCOL_VERSION, EngineInfo
 from engine.self_test import prove_reuse
@@ -38,6 +38,11 @@ def build_engine(settings: Settings, progress: Progress) -> LLMEngine:
     loaded = load_model(
         settings.model, device, settings.store.data_dir, progress, block_size=settings.engine.block_size
     )
+    return assemble_engine(loaded, settings, progress)
+
+
+def assemble_engine(loaded: LoadedModel, settings: Settings, progress: Progress) -> LLMEngine:
+    """An engine, and the tiers below it, around a model that has been loaded."""
     runner = build_model_runner(loaded, settings.engine)
     info = EngineInfo(
         protocol_version=PROTOCOL_VERSION,
@@ -51,7 +56,7 @@ def build_engine(settings: Settings, progress: Progress) -> LLMEngine:
         eos_token_ids=loaded.eos_token_ids,
         vocab_size=loaded.vocab_size,
         dtype=str(loaded.dtype).removeprefix("torch."),
-        device=str(device),
+        device=str(loaded.device),
         tokenizer_json=loaded.tokenizer_json,
         chat_template=loaded.chat_template,
         special_tokens=loaded.special_tokens,
