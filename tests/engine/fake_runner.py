@@ -79,13 +79,16 @@ class FakeRunner:
         for offload in output.offloads:
             assert self.host is not None
             self.host.slot(offload.host_slot)[:] = self.pack(offload.block_id)
-        for copy in output.copies:
-            src, dst = copy.src * self.block_size, copy.dst * self.block_size
-            self.slots[dst : dst + copy.num_slots] = self.slots[src : src + copy.num_slots]
+        self._copy(output)
         for fetch in output.fetches:
             assert self.host is not None
             self.unpack(bytes(self.host.slot(fetch.host_slot)), fetch.block_id)
         self._fetched += len(output.fetches)
+
+    def _copy(self, output: SchedulerOutput) -> None:
+        for copy in output.copies:
+            src, dst = copy.src * self.block_size, copy.dst * self.block_size
+            self.slots[dst : dst + copy.num_slots] = self.slots[src : src + copy.num_slots]
 
     def transfer_report(self) -> TransferReport:
         fetched, self._fetched = self._fetched, 0
