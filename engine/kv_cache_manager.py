@@ -153,15 +153,18 @@ class KVCacheManager:
         return CachedPrefix(prefix.match, NO_MATCH, prefix.keys, self.block_size)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """How much of a waiting request is in the cache now."""
-        prefix = self.get_computed_blocks(request)
-        return prefix.num_tokens if prefix else 0
+        """How much of a waiting request is in the cache now; looked up again only when the index has changed."""
+        if request.cached_hint is None or request.cached_hint[0] != self.index.version:
+            prefix = self.get_computed_blocks(request)
+            request.cached_hint = (self.index.version, prefix.num_tokens if prefix else 0)
+        return request.cached_hint[1]
 
     def is_awaiting(self, request: Request, prefix: CachedPrefix | None) -> bool:
         """Whether the next block this request lacks is being computed by another one, or read from the disk.
 
-        Computing it twice would cost time and a block; the follower is asked again when that key is done. A key is
-        only a hint here: on a collision the follower waits a little for nothing.
+        Computing it twice would cost time and a block. The follower is asked again when the last block that both begin
+        with is done, not after each chunk of the leader: a burst of a thousand is looked up twice each. A key is only a
+        hint here: on a collision the follower waits a little for nothing.
         """
         if prefix is None:
             return False
@@ -174,7 +177,10 @@ class KVCacheManager:
         leader = self._computing.get(key)
         if leader is None or leader is request:
             return False
-        request.awaited_key = key
+        common = self.index.common_blocks(leader.tokens, request.tokens)
+        last = min(common, (request.num_tokens - 1) // self.block_size, request.tokens.span(block)[1]) - 1
+        pending = last - leader.num_indexed_blocks
+        request.awaited_key = leader.pending_keys[pending] if 0 <= pending < len(leader.pending_keys) else key
         return True
 
     def _key_at(self, request: Request, prefix: CachedPrefix, block: int) -> bytes:
@@ -228,7 +234,16 @@ class KVCacheManager:
         # A hit on a cached block takes it out of what can be evicted.
         revived = self.pool.count_unreferenced(shared)
         needed = self._blocks_for(request.num_tokens + 1) - len(shared) + revived + reserve
-        return needed <= self.pool.num_free + self.pool.num_cached
+        available = self.pool.num_free + self.pool.num_cached
+        request.lacked_room = None if needed <= available else (self.index.version, available)
+        return needed <= available
+
+    def still_lacks_room(self, request: Request) -> bool:
+        """Whether nothing has changed for the better since `can_admit` said no: spares a look-up every step."""
+        if request.lacked_room is None:
+            return False
+        version, available = request.lacked_room
+        return version == self.index.version and self.pool.num_free + self.pool.num_cached <= available
 
     def admit(self, request: Request, prefix: CachedPrefix | None) -> Admission:
         """Take hold of the matched prefix, on the device and below."""
@@ -254,7 +269,7 @@ class KVCacheManager:
             self._announce(request)
         if request.account is None:
             request.account = self._account(request, prefix)
-            self.popularity.note(request.document_ids)
+            self.popularity.note(request.segments)
         return admission
 
     def _fetch(self, request: Request, host_slots: list[int], admission: Admission) -> None:

@@ -170,13 +170,20 @@ class PrefixIndex:
         self.root = Node(None, _ROOT_SCOPE, Owner("nobody"), b"", root_key, array("i"))
         self.num_blocks = 0
         self.num_nodes = 0
+        self.num_inserted_blocks = 0  # since the start
         self.num_evicted_blocks = 0
+        self.num_erased_blocks = 0
         self._stride = block_size * TOKEN_BYTES
         self._digest = digest
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._max_ghosts = ghost_entries
         self._by_document: dict[str, set[Node]] = {}
         self._doomed: list[Node] = []  # erased leaves that nobody holds any more
+
+    @property
+    def version(self) -> int:
+        """Grows with every block that comes or goes: what was found at one version is found again at the same."""
+        return self.num_inserted_blocks + self.num_evicted_blocks + self.num_erased_blocks
 
     # ------------------------------------------------------------------ find
 
@@ -238,6 +245,11 @@ class PrefixIndex:
             else:
                 high = middle
         return low
+
+    def common_blocks(self, one: ScopedTokens, other: ScopedTokens) -> int:
+        """Whole blocks in which two sequences begin alike, by tokens alone."""
+        last = min(len(one), len(other)) // self.block_size
+        return self._common_blocks(bytes(one.packed), other.packed, 0, last * self._stride)
 
     def _match_inside(
         self, sequence: ScopedTokens, limit: int, node: Node, blocks: int, block_ids: array[int]
@@ -435,18 +447,20 @@ class PrefixIndex:
     ) -> Node:
         """New blocks below `at`: its own run grows if only the caller holds it, else a child is made."""
         count = len(keys)
+        self.num_inserted_blocks += count
         tokens = bytes(sequence.packed[first * self._stride : (first + count) * self._stride])
         ids = block_ids[offset : offset + count]
         self.num_blocks += count
-        owner = self.order.owner(sequence.owner(scope))
-        self.order.count(owner, count)
         documents = sequence.documents_between(first, first + count)
         if at.lock_count == 1 and not at.children and at.scope == scope:
+            self.order.count(at.owner, count)  # of tenants that share a scope, who began a run pays for it
             at.tokens += tokens
             at.keys += b"".join(keys)
             at.block_ids += ids
             self._note_documents(at, documents)
             return at
+        owner = self.order.owner(sequence.owner(scope))
+        self.order.count(owner, count)
         child = Node(at, scope, owner, tokens, b"".join(keys), ids)
         child.lock_count, child.doomed = 1, at.doomed
         self._note_documents(child, documents)
@@ -523,6 +537,7 @@ class PrefixIndex:
         self.num_blocks -= count
         if erased:
             self.order.count(node.owner, -count)
+            self.num_erased_blocks += count
         else:
             self.order.gone(node, count, pressed_by)
             self.num_evicted_blocks += count

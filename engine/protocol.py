@@ -1,7 +1,7 @@
 """What gateway and engine say to each other: msgspec structs, msgpack on the wire, one struct a message.
 
     gateway (DEALER) ──► engine (ROUTER)      Hello, Submit, Abort, Probe, GetStats, Erase, GetDocumentStats
-    gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats, Erased, DocumentStats
+    gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats, Erased, …
     operator's command line, over the same    Hello, GetStats, Erase, EvictCache, VerifyCache, Explain
       socket, one answer a question           OperatorAnswer
 

@@ -46,10 +46,12 @@ class Request:
         "awaited_key",
         "awaited_read",
         "block_table",
+        "cached_hint",
         "chooses_order",
         "disk_keys",
         "document_order",
         "indexable",
+        "lacked_room",
         "node",
         "num_bypasses",
         "num_computed_tokens",
@@ -110,6 +112,8 @@ class Request:
         self.num_reads = 0  # times it waited for the disk
         self.disk_keys: set[bytes] = set()  # blocks that came from there for it
         self.swapped: SwappedBlocks | None = None
+        self.cached_hint: tuple[int, int] | None = None  # (version of the index, tokens found then)
+        self.lacked_room: tuple[int, int] | None = None  # (version of the index, blocks that could be had then)
 
     def _spans(self) -> list[tuple[bytes, bytes, str]]:
         return [(segment.tokens, segment.scope, segment.owner or self.tenant_id) for segment in self.segments]
@@ -138,10 +142,6 @@ class Request:
             position += len(segment)
             pinned = position if segment.pinned else pinned
         return pinned
-
-    @property
-    def document_ids(self) -> list[str]:
-        return [segment.document_id for segment in self.segments if segment.document_id is not None]
 
     def arrange(self, segments: tuple[Segment, ...], order: tuple[int, ...]) -> None:
         """The same segments in another order, before anything of the request has been computed."""

@@ -23,12 +23,14 @@ from types import FrameType
 import uvicorn
 
 from engine.client import EngineClient
-from engine.settings import Settings, engine_endpoint, load_settings
+from engine.settings import Settings, embedder_endpoint, engine_endpoint, load_settings, store_url
 from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.auth import load_or_create_secret
 from gateway.drain import Drain
 from gateway.tenants import TenantDirectory
+from retrieval.embedder_client import EmbedderClient
+from retrieval.redis_commands import connect_store
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,14 @@ def build_server(settings: Settings) -> GatewayServer:
     if not len(tenants):
         logger.warning("no tenant has an API key: every request to /v1 will be refused; see `radixgate key`")
     drain = Drain()
-    app = create_app(settings, EngineClient(engine_endpoint(settings)), tenants, drain=drain)
+    app = create_app(
+        settings,
+        EngineClient(engine_endpoint(settings)),
+        tenants,
+        drain=drain,
+        redis=connect_store(store_url(settings)),
+        embedder=EmbedderClient(embedder_endpoint(settings)),
+    )
     config = uvicorn.Config(
         AccessLog(app),
         host=settings.server.host,

@@ -65,9 +65,7 @@ class Life:
             names.append(str(self._names))
             segment = Segment.of(SegmentKind.QUESTION, prompt, SCOPE)
             sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-            self.engine.add_request(
-                Submit(request_id=names[-1], tenant_id="t", segments=(segment,), sampling=sampling)
-            )
+            self.engine.add_request(Submit(request_id=names[-1], tenant_id="t", segments=(segment,), sampling=sampling))
         texts = dict.fromkeys(names, "")
         while self.engine.has_work():
             for message in self.engine.step():

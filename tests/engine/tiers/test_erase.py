@@ -22,9 +22,7 @@ OTHER = list(range(50, 70))
 
 
 def ask(engine: TieredEngine, prompt: list[int], document: str, tenant: str = "acme", scope: bytes = SCOPE_A) -> int:
-    name = engine.harness.submit(
-        [*SYSTEM, *prompt], 2, scope, public=len(SYSTEM), document=document, tenant=tenant
-    )
+    name = engine.harness.submit([*SYSTEM, *prompt], 2, scope, public=len(SYSTEM), document=document, tenant=tenant)
     engine.harness.run()
     assert engine.harness.tokens_of(name) == expected_output([*SYSTEM, *prompt], 2, VOCAB - 1)
     engine.harness.check()

@@ -111,9 +111,7 @@ def test_a_file_in_use_is_refused(tmp_path: Path) -> None:
 def test_a_file_of_another_format_is_refused_and_left_alone(tmp_path: Path) -> None:
     slab = opened(tmp_path)
     slab.close()
-    newer = Manifest(
-        radixgate_slab=FORMAT + 1, fingerprint="f", slab_id="x", block_bytes=BYTES, num_slots=4, host="h"
-    )
+    newer = Manifest(radixgate_slab=FORMAT + 1, fingerprint="f", slab_id="x", block_bytes=BYTES, num_slots=4, host="h")
     path = tmp_path / "f.slab"
     path.write_bytes(newer.sealed() + b"somebody's blocks")
     with pytest.raises(SlabError, match=f"format {FORMAT + 1}"):
@@ -137,7 +135,9 @@ def test_a_file_of_another_model_or_size_is_started_over_under_a_new_id(
 
 
 @pytest.mark.parametrize("position", [0, 1, 20, 60, PAGE - 1])
-def test_a_bit_that_flips_in_the_manifest_starts_the_file_over_or_changes_nothing(tmp_path: Path, position: int) -> None:
+def test_a_bit_that_flips_in_the_manifest_starts_the_file_over_or_changes_nothing(
+    tmp_path: Path, position: int
+) -> None:
     first = opened(tmp_path)
     first.close()
     path = tmp_path / "f.slab"
