@@ -8,13 +8,20 @@ from dataclasses import dataclass, field
 from engine.errors import ContextLengthExceededError, EngineStepError
 from engine.protocol import (
     PROTOCOL_VERSION,
+    CacheVerified,
     CacheView,
     Delta,
+    DocumentStats,
     EngineInfo,
     EngineStats,
+    Erase,
+    Erased,
+    EvictCache,
+    ExplainedPart,
     Failure,
     FinishReason,
     GetCacheView,
+    GetDocumentStats,
     PromptAccount,
     Submit,
     unpack_tokens,
@@ -41,7 +48,9 @@ class EchoEngine:
     requests: dict[str, EchoRequest] = field(default_factory=dict[str, EchoRequest])
     submitted: list[Submit] = field(default_factory=list[Submit])
     aborted: list[str] = field(default_factory=list[str])
+    explained: list[Submit] = field(default_factory=list[Submit])
     num_integrity_checks: int = 0
+    num_persists: int = 0
 
     def add_request(self, submit: Submit) -> None:
         ids = [token_id for segment in submit.segments for token_id in unpack_tokens(segment.tokens)]
@@ -85,6 +94,25 @@ class EchoEngine:
             finish_reason=FinishReason.LENGTH if finished else None,
         )
 
+    def idle(self) -> bool:
+        return False
+
+    def persist(self) -> None:
+        self.num_persists += 1
+
+    def erase(self, erase: Erase) -> Erased:
+        return Erased(erase_id=erase.erase_id, num_blocks=3, num_by_tier={"device": 1, "host": 1, "disk": 1})
+
+    def evict(self, evict: EvictCache) -> int:
+        return evict.num_blocks
+
+    def verify(self, num_paths: int) -> CacheVerified:
+        return CacheVerified(call_id="", num_read=5, num_unreadable=0, num_recomputed=num_paths, num_different=0)
+
+    def explain(self, submit: Submit) -> list[ExplainedPart]:
+        self.explained.append(submit)
+        return [ExplainedPart(start=0, end=4, place="cold")]
+
     def check_integrity(self) -> bool:
         self.num_integrity_checks += 1
         return True
@@ -99,6 +127,7 @@ class EchoEngine:
             max_model_len=MAX_MODEL_LEN,
             block_size=16,
             num_blocks=64,
+            block_bytes=1024,
             eos_token_ids=(0,),
             vocab_size=0x110000,
             dtype="float32",
@@ -109,8 +138,12 @@ class EchoEngine:
         )
 
     def stats(self) -> EngineStats:
-        counts = dict.fromkeys(EngineStats.__struct_fields__[1:], 0)
-        return EngineStats(incarnation=self.incarnation, **{**counts, "num_running": len(self.requests)})
+        fields = [name for name in EngineStats.__struct_fields__ if name.startswith("num_")]
+        counts = {**dict.fromkeys(fields, 0), "num_running": len(self.requests)}
+        return EngineStats(incarnation=self.incarnation, **counts)  # pyright: ignore[reportArgumentType]
+
+    def document_stats(self, query: GetDocumentStats) -> DocumentStats:
+        return DocumentStats(query_id=query.query_id, documents=())
 
     def metrics_text(self) -> bytes:
         return f"echo_requests {len(self.requests)}\n".encode()
