@@ -186,7 +186,7 @@ class LLMEngine:
         if request is None:
             return False
         self._end(request)
-        self._counters.num_requests_aborted += 1
+        self._counters_of(request).num_requests_aborted += 1
         return True
 
     def _end(self, request: Request) -> None:
@@ -294,21 +294,26 @@ class LLMEngine:
 
     def _push(self, request: Request, token_id: int) -> Delta | None:
         request.append_output(token_id)
-        self._counters.num_output_tokens += 1
+        counters = self._counters_of(request)
+        counters.num_output_tokens += 1
         if request.num_output_tokens == 1 and request.account is not None:
-            self._counters.num_prompt_tokens += request.num_prompt_tokens
-            self._counters.num_cached_tokens += request.account.num_cached_tokens
+            counters.num_prompt_tokens += request.num_prompt_tokens
+            counters.num_cached_tokens += request.account.num_cached_tokens
         delta = self._streams[request.request_id].push(token_id)
         if delta is not None and delta.finish_reason is not None:
             self._end(request)
-            self._counters.num_requests_finished += 1
+            counters.num_requests_finished += 1
         return delta
+
+    def _counters_of(self, request: Request) -> Counters:
+        """A probe's go nowhere: the sum of all usage equals the sum of all metrics (I9)."""
+        return self._counters if request.counted else Counters()
 
     # ------------------------------------------------------------------ recovery
 
     def _fail(self, request: Request, error: RadixgateError) -> Failure:
         self._end(request)
-        self._counters.num_requests_failed += 1
+        self._counters_of(request).num_requests_failed += 1
         return Failure(request_id=request.request_id, code=error.code, message=error.message, param=error.param)
 
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[Delta | Failure]:

@@ -144,6 +144,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     document_order: Literal["given", "cache"] = "given"  # cache: the engine orders them along the longest cached path
     pin_top: int = 0  # of the given order, so many first documents stay last, next to the question, when reordering
     use_cache: bool = True  # False: neither looks a prefix up nor leaves one behind
+    counted: bool = True  # False: a health probe, left out of `EngineStats`' counts of requests and of their tokens
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -171,13 +172,15 @@ class GetDocumentStats(msgspec.Struct, frozen=True, kw_only=True, tag="get_docum
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Asks for one real decode step; answered by `ProbeResult` once it has been computed."""
+    """Asks for one real step of the model; answered by `ProbeResult` once it has been computed."""
 
     probe_id: str
 
 
 class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     """Answered by `EngineStats`."""
+
+    query_id: str = ""
 
 
 class GetMetrics(msgspec.Struct, frozen=True, tag="get_metrics"):
@@ -378,6 +381,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     num_output_tokens: int
     tiers: tuple[TierStats, ...] = ()
     index: IndexStats | None = None  # None: without a disk tier
+    query_id: str = ""  # of the question that this answers
 
 
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True, tag="metrics"):

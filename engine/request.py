@@ -48,6 +48,7 @@ class Request:
         "block_table",
         "cached_hint",
         "chooses_order",
+        "counted",
         "disk_keys",
         "document_order",
         "indexable",
@@ -102,6 +103,7 @@ class Request:
         self.block_table: array[int] = array("i")
         self.num_computed_tokens = 0
         self.indexable = submit.use_cache
+        self.counted = submit.counted
         self.node: Node | None = None  # the locked end of its path in the index
         self.num_indexed_blocks = 0
         self.pending_keys: list[bytes] = []  # keys of full prompt blocks from num_indexed_blocks on

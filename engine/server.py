@@ -2,7 +2,7 @@
 
     serve():   ┌─► 1. receive   every message that has arrived (waits only when there is nothing to compute)
                │   2. expire    clients that have fallen silent: their requests are aborted
-               │   3. probe     health checks that nobody else's decode step will answer
+               │   3. probe     health checks that nobody else's step will answer
                │   4. step      engine.step() → deltas and failures, each to the client that asked
                └── 5. idle      blocks move between the tiers; after a while: garbage collection, integrity walk
 
@@ -273,10 +273,12 @@ class EngineServer:
     def _step(self) -> None:
         self._last_work = self._clock()
         self._rested = False
+        computed_before = self.engine.stats().num_computed_tokens if self._probes else 0
         outputs = self.engine.step()
         for output in outputs:
             self._deliver(output)
-        self._settle_probes(outputs)
+        if self._probes or self._probe_running:
+            self._settle_probes(outputs, self.engine.stats().num_computed_tokens > computed_before)
 
     def _idle(self) -> None:
         self._pause = BUSY_PAUSE if self.engine.idle() else EXPIRE_EVERY
@@ -326,7 +328,7 @@ class EngineServer:
             case Probe():
                 self._probes.append((identity, message.probe_id))
             case GetStats():
-                self._send(client, self.engine.stats())
+                self._send(client, msgspec.structs.replace(self.engine.stats(), query_id=message.query_id))
             case GetMetrics():
                 self._send(client, EngineMetrics(query_id=message.query_id, text=self.engine.metrics_text()))
             case GetCacheView():
@@ -385,6 +387,11 @@ class EngineServer:
         except RadixgateError as error:
             self._send(client, _failure(request_id, error))
             return
+        except Exception as error:  # what a client sends must not end the engine
+            logger.exception("a request of client %d is not what the engine understands", client.number)
+            refusal = InvalidRequestError(f"the engine cannot take this request: {type(error).__name__}: {error}")
+            self._send(client, _failure(request_id, refusal))
+            return
         client.requests[request_id] = engine_id
         self._owners[engine_id] = (client, request_id)
 
@@ -403,8 +410,7 @@ class EngineServer:
         if client.owed:
             self._flush_owed(client)
         if client.owed:
-            if isinstance(message, Failure):
-                client.owed.append(message)
+            self._owe(client, message)
             return
         match self._try_send(client.identity, message):
             case _Sent.YES:
@@ -429,13 +435,21 @@ class EngineServer:
         """The message is lost, so whatever it belonged to can only fail; the client learns it when it reads again."""
         self.counters.num_slow_clients += 1
         logger.warning("client %d does not read: its %d requests are aborted", client.number, len(client.requests))
-        error = EngineStepError("the gateway did not read its answers fast enough")
         lost = set(client.requests)
         if isinstance(message, (Delta, Failure)):
             lost.add(message.request_id)
         for request_id in lost:
             self._abort(client, request_id)
-            client.owed.append(_failure(request_id, error))
+            client.owed.append(_not_read(request_id))
+
+    def _owe(self, client: _Client, message: EngineMessage) -> None:
+        """It cannot be sent yet. The end of a request is kept; a text with a hole in it ends as an error; any other
+        answer is lost, and whoever waits for it asks again (answers are found by the question's id)."""
+        if isinstance(message, Delta):
+            self._abort(client, message.request_id)
+            message = _not_read(message.request_id)
+        if isinstance(message, Failure):
+            client.owed.append(message)
 
     def _flush_owed(self, client: _Client) -> None:
         while client.owed and self._try_send(client.identity, client.owed[0]) is _Sent.YES:
@@ -487,7 +501,8 @@ class EngineServer:
     # ------------------------------------------------------------ health
 
     def _start_probe(self) -> None:
-        """A probe is answered by the next decode step. Only an idle engine needs a request of its own for that."""
+        """A probe is answered by the next step that computes tokens, in the middle of a long prefill, too. Only an idle
+        engine needs a request of its own for that."""
         if not self._probes or self._probe_running or self.engine.has_work():
             return
         try:
@@ -497,13 +512,13 @@ class EngineServer:
         else:
             self._probe_running = True
 
-    def _settle_probes(self, outputs: list[Delta | Failure]) -> None:
+    def _settle_probes(self, outputs: list[Delta | Failure], has_computed: bool) -> None:
         if any(output.request_id == PROBE_ID and _is_last(output) for output in outputs):
             self._probe_running = False
         failure = next((out for out in outputs if isinstance(out, Failure) and out.code == EngineStepError.code), None)
         if failure is not None:
             self._answer_probes(ok=False, message=failure.message)
-        elif any(isinstance(output, Delta) for output in outputs):
+        elif has_computed:
             self._answer_probes(ok=True)
 
     def _answer_probes(self, *, ok: bool, message: str = "") -> None:
@@ -527,6 +542,10 @@ def _failure(request_id: str, error: RadixgateError) -> Failure:
     return Failure(request_id=request_id, code=error.code, message=error.message, param=error.param)
 
 
+def _not_read(request_id: str) -> Failure:
+    return _failure(request_id, EngineStepError("the gateway did not read its answers fast enough"))
+
+
 def _probe_request() -> Submit:
     return Submit(
         request_id=PROBE_ID,
@@ -534,6 +553,7 @@ def _probe_request() -> Submit:
         segments=(Segment.of(SegmentKind.QUESTION, [0], PROBE_SCOPE),),
         sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         use_cache=False,
+        counted=False,
     )
 
 

@@ -39,18 +39,21 @@ class EchoRequest:
 
 @dataclass
 class EchoEngine:
-    """`step_seconds` makes it slow, `failing` makes its steps fail, `held` makes it compute nothing."""
+    """`step_seconds` makes it slow, `failing` makes its steps fail, `held` makes it compute nothing, `prefilling` makes
+    it compute without a delta."""
 
     incarnation: str = "first"
     step_seconds: float = 0.0
     failing: bool = False
     held: bool = False
+    prefilling: bool = False
     requests: dict[str, EchoRequest] = field(default_factory=dict[str, EchoRequest])
     submitted: list[Submit] = field(default_factory=list[Submit])
     aborted: list[str] = field(default_factory=list[str])
     explained: list[Submit] = field(default_factory=list[Submit])
     num_integrity_checks: int = 0
     num_persists: int = 0
+    num_computed_tokens: int = 0
 
     def add_request(self, submit: Submit) -> None:
         ids = [token_id for segment in submit.segments for token_id in unpack_tokens(segment.tokens)]
@@ -70,14 +73,15 @@ class EchoEngine:
         return bool(self.requests)
 
     def step(self) -> list[Delta | Failure]:
-        time.sleep(0.001 if self.held else self.step_seconds)
+        time.sleep(0.001 if self.held or self.prefilling else self.step_seconds)
         if self.held:
             return []
         if self.failing:
             failed = list(self.requests)
             self.requests.clear()
             return [Failure(request_id=name, code=EngineStepError.code, message="device lost") for name in failed]
-        return [self._next(name) for name in list(self.requests)]
+        self.num_computed_tokens += len(self.requests)
+        return [] if self.prefilling else [self._next(name) for name in list(self.requests)]
 
     def _next(self, request_id: str) -> Delta:
         request = self.requests[request_id]
@@ -91,6 +95,7 @@ class EchoEngine:
             text=request.prompt[position],
             num_output_tokens=request.num_output_tokens,
             account=PromptAccount(cold=len(request.prompt)) if position == 0 else None,
+            document_order=(1, 0) if position == 0 else None,
             finish_reason=FinishReason.LENGTH if finished else None,
         )
 
@@ -140,6 +145,7 @@ class EchoEngine:
     def stats(self) -> EngineStats:
         fields = [name for name in EngineStats.__struct_fields__ if name.startswith("num_")]
         counts = {**dict.fromkeys(fields, 0), "num_running": len(self.requests)}
+        counts["num_computed_tokens"] = self.num_computed_tokens
         return EngineStats(incarnation=self.incarnation, **counts)  # pyright: ignore[reportArgumentType]
 
     def document_stats(self, query: GetDocumentStats) -> DocumentStats:

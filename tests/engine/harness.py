@@ -102,6 +102,7 @@ class Harness:
         *,
         public: int = 0,
         use_cache: bool = True,
+        counted: bool = True,
         name: str = "",
         tenant: str = "t",
         policy: TenantPolicy | None = None,
@@ -133,6 +134,7 @@ class Harness:
                 policy=policy or TenantPolicy(),
                 priority=priority,
                 use_cache=use_cache,
+                counted=counted,
             )
         )
         return name

@@ -127,7 +127,7 @@ def test_a_file_of_another_model_or_size_is_started_over_under_a_new_id(
     first = opened(tmp_path)
     checksum = first.write(1, payload(1), KEYS[1])
     first.close()
-    second = DiskSlab(tmp_path / "f.slab", **{"fingerprint": "f", "num_slots": 4, "block_bytes": BYTES, **change})  # type: ignore[arg-type]
+    second = DiskSlab(tmp_path / "f.slab", **{"fingerprint": "f", "num_slots": 4, "block_bytes": BYTES, **change})
     assert second.slab_id != first.slab_id
     with pytest.raises(SlabReadError):
         read(second, 1, KEYS[1], checksum)
