@@ -21,6 +21,7 @@ from gateway.auth import hash_api_key, load_or_create_secret, new_api_key
 from gateway.demo import run_demo
 from gateway.doctor import run_doctor
 from gateway.first_run import completed, demo_key_path, operator_password_path
+from gateway.lint_command import add_lint_command
 from gateway.logging_setup import configure_logging
 from gateway.operations_cli import OperationsCommands
 from gateway.supervisor import Supervisor, local_url
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     key.set_defaults(command=_key)
 
     OperationsCommands(settings_of, _add_setting_flags).add_to(commands)
+    add_lint_command(commands)
     commands.add_parser("version", help="print the version").set_defaults(command=_version)
     return parser
 

@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import pytest_asyncio
 from redis.asyncio import Redis
 
 from engine.protocol import pack_tokens
+from retrieval.embedder_client import Embedder
 from retrieval.ingest import Ingestor, ModelTokenizer
 from retrieval.library import Attachment, Library
 from retrieval.parser_process import ParserProcess
@@ -27,8 +29,11 @@ __all__ = ["store_url"]
 CHUNKING = Chunking(max_tokens=400, overlap_tokens=0)  # the tests' tokenizer: a token is a byte
 
 
+E = TypeVar("E", bound=Embedder)
+
+
 @dataclass(slots=True)
-class Parts:
+class RetrievalParts(Generic[E]):
     """Retrieval as one gateway has it."""
 
     redis: Redis
@@ -36,7 +41,7 @@ class Parts:
     library: Library
     ingestor: Ingestor
     indexes: SearchIndexes
-    embedder: HashingEmbedder
+    embedder: E
     tenant: str
 
     async def add(
@@ -88,8 +93,11 @@ class Parts:
         return sorted(await self.commands.texts("KEYS", f"rg:{self.tenant}:{pattern}"))
 
 
+Parts = RetrievalParts[HashingEmbedder]
+
+
 @asynccontextmanager
-async def retrieval_parts(store_url: str, tenant: str, embedder: HashingEmbedder) -> AsyncIterator[Parts]:
+async def retrieval_parts(store_url: str, tenant: str, embedder: E) -> AsyncIterator[RetrievalParts[E]]:
     async with Redis.from_url(store_url) as redis_client:
         commands = RedisCommands(redis_client)
         library = Library(commands)
@@ -105,7 +113,7 @@ async def retrieval_parts(store_url: str, tenant: str, embedder: HashingEmbedder
         ingestor = Ingestor(library, parser, embedder, current)
         indexes = SearchIndexes(library, commands, embedder)
         try:
-            yield Parts(redis_client, commands, library, ingestor, indexes, embedder, tenant)
+            yield RetrievalParts(redis_client, commands, library, ingestor, indexes, embedder, tenant)
         finally:
             await ingestor.close()
             await indexes.close()
