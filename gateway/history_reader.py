@@ -22,7 +22,7 @@ from gateway.history import (
     minute_key,
     tenants_key,
 )
-from gateway.request_record import HIT_CLASSES, HitClass
+from gateway.request_record import HitClass
 from gateway.store_client import StoreClient
 
 _MAX_MINUTES = 6 * 60  # of a span that is read by the minute; longer ones by the hour
@@ -174,10 +174,6 @@ def total(points: Iterable[Point]) -> Sums:
     for point in points:
         counts.update(point.sums.counts)
     return Sums(counts)
-
-
-def ttft_groups() -> tuple[HitClass, ...]:
-    return HIT_CLASSES
 
 
 def _counts(answer: object) -> Counter[str]:

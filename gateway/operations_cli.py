@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol
 
 from engine.errors import ConfigError
 from engine.settings import Settings, masked
@@ -20,9 +20,14 @@ from gateway.supervisor import running_supervisor
 from gateway.support_bundle import run_support_bundle
 from gateway.top import run_top
 
-Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 ReadSettings = Callable[[argparse.Namespace], Settings]
 AddFlags = Callable[[argparse.ArgumentParser], None]
+
+
+class Subparsers(Protocol):
+    """What `add_subparsers` gives; argparse's own name for it is private."""
+
+    def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser: ...  # noqa: A002
 
 
 class OperationsCommands:
