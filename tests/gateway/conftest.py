@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from redis.asyncio import Redis
 
 from engine.settings import ServerSettings, Settings, TenantSettings
 from gateway.access_log import AccessLog
@@ -22,7 +23,11 @@ from gateway.operations import Operations
 from gateway.server import GatewayServer
 from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
+from retrieval.embedder_client import Embedder
 from tests.gateway.fake_engine import FakeEngine
+from tests.store_server import store_url
+
+__all__ = ["store_url"]
 
 SECRET = b"a secret for tests"
 
@@ -67,9 +72,15 @@ class RunningGateway:
 
 
 def run_gateway_thread(
-    engine: FakeEngine, settings: Settings | None = None, *, operated: bool = False
+    engine: FakeEngine,
+    settings: Settings | None = None,
+    *,
+    operated: bool = False,
+    redis: Redis | None = None,
+    embedder: Embedder | None = None,
+    keys: dict[str, str] | None = None,
 ) -> Iterator[RunningGateway]:
-    keys = {name: new_api_key() for name in ("alice", "bob", "carol", "dave")}
+    keys = keys or {name: new_api_key() for name in ("alice", "bob", "carol", "dave")}
     groups = {"carol": "research", "dave": "research"}
     tenants = [
         TenantSettings(id=name, key_hashes=(hash_api_key(SECRET, key),), cache_group=groups.get(name, ""))
@@ -84,6 +95,8 @@ def run_gateway_thread(
         TenantDirectory(SECRET, tenants),
         drain=drain,
         store_problem=operations.store.problem if operations else lambda: None,
+        redis=redis,
+        embedder=embedder,
         operations=operations,
     )
     listener = socket.socket()

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
-import redis
 from redis.asyncio import Redis
 
 from engine.protocol import pack_tokens
-from gateway.store import find_store_binary
 from retrieval.ingest import Ingestor, ModelTokenizer
 from retrieval.library import Attachment, Library
 from retrieval.parser_process import ParserProcess
@@ -25,35 +20,11 @@ from retrieval.redis_commands import RedisCommands
 from retrieval.search_indexes import SearchIndexes
 from tests.gateway.byte_tokenizer import byte_tokenizer
 from tests.retrieval.hashing_embedder import HashingEmbedder
+from tests.store_server import store_url
+
+__all__ = ["store_url"]
 
 CHUNKING = Chunking(max_tokens=400, overlap_tokens=0)  # the tests' tokenizer: a token is a byte
-
-
-@pytest.fixture(scope="session")
-def store_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = tmp_path_factory.mktemp("store")
-    socket = directory / "s"
-    options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(directory)]
-    process = subprocess.Popen([str(find_store_binary()), *options], stdout=subprocess.DEVNULL)
-    try:
-        _wait_until_it_answers(f"unix://{socket}", process)
-        yield f"unix://{socket}"
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-def _wait_until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
-    with redis.Redis.from_url(url) as client:
-        for _ in range(500):
-            try:
-                client.ping()
-            except redis.ConnectionError:
-                assert process.poll() is None, "the store died"
-                time.sleep(0.02)
-            else:
-                return
-    raise AssertionError("the store does not answer")
 
 
 @dataclass(slots=True)
