@@ -56,13 +56,22 @@ class Tally:
 
 
 class Soak:
-    def __init__(self, server: RunningServer, metrics_token: str, seed: int, *, trouble: bool) -> None:
+    def __init__(
+        self,
+        server: RunningServer,
+        metrics_token: str,
+        seed: int,
+        *,
+        trouble: bool,
+        round_seconds: float = ROUND_SECONDS,
+    ) -> None:
         self._server = server
         self._headers = {"authorization": f"Bearer {server.api_key}"}
         self._metrics_headers = {"authorization": f"Bearer {metrics_token}"}
         self._root = server.base_url.removesuffix("/v1")
         self._dice = random.Random(seed)
         self._trouble = trouble
+        self._round_seconds = round_seconds
         self._model = ""
         self.tally = Tally()
         self.memory: list[int] = []  # bytes, of all processes, after each round
@@ -78,7 +87,7 @@ class Soak:
             await self._check_sums(session)
 
     async def _round(self, session: aiohttp.ClientSession) -> None:
-        deadline = time.monotonic() + ROUND_SECONDS
+        deadline = time.monotonic() + self._round_seconds
         clients = [self._client(session, deadline) for _ in range(NUM_CLIENTS)]
         if self._trouble:
             await asyncio.gather(self._make_trouble(), *clients)
@@ -89,7 +98,7 @@ class Soak:
 
     async def _make_trouble(self) -> None:
         """A supervisor starts a store again that was killed, and reloads its gateways on SIGHUP."""
-        await asyncio.sleep(ROUND_SECONDS / 4)
+        await asyncio.sleep(self._round_seconds / 4)
         supervisor = psutil.Process(self._server.pid)
         if len(self.memory) % 8 == 3:  # rarely: five deaths in ten minutes and the supervisor gives up, as it should
             for child in supervisor.children():

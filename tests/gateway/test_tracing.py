@@ -49,7 +49,8 @@ def span_id(span: ReadableSpan) -> int:
 
 def test_a_request_is_a_span_with_the_genai_names_and_its_parts_below() -> None:
     account = PromptAccount(device=60, cold=30, partial_block=10)
-    spans = spans_of(account=account, time=1000.0, seconds=2.0, time_to_first_token=1.0, queue_seconds=0.25)
+    times = {"time": 1000.0, "seconds": 2.0, "time_to_first_token": 1.0, "queue_seconds": 0.25}
+    spans = spans_of(account=account, prepare_seconds=0.5, retrieval=(0.125, 0.375), **times)
     whole = spans["chat m"]
     attributes = dict(whole.attributes or {})
     assert attributes["gen_ai.usage.input_tokens"] == 100
@@ -60,6 +61,8 @@ def test_a_request_is_a_span_with_the_genai_names_and_its_parts_below() -> None:
     assert [part.parent.span_id for part in parts if part.parent] == [span_id(whole)] * 3
     edges = [edge for part in parts for edge in (part.start_time or 0, part.end_time or 0)]
     assert edges == sorted(edges)
+    retrieve = spans["retrieve"]
+    assert edges[0] < (retrieve.start_time or 0) < (retrieve.end_time or 0) < edges[1]
     assert (edges[0], edges[-1]) == (whole.start_time, whole.end_time)
 
 
