@@ -126,7 +126,7 @@ class PromptBuilder:
                 "rewrites messages in a way that does not let it be kept apart.",
                 param="messages",
             )
-        return (Segment(SegmentKind.TEMPLATE, self._tokenizer.template_tokens(whole, begins=True), scope),)
+        return (Segment(SegmentKind.TEMPLATE, self._tokenizer.rendering_tokens(whole, scope), scope),)
 
 
 def lay_out(

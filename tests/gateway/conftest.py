@@ -89,15 +89,18 @@ def run_gateway_thread(
     settings = settings or Settings(server=ServerSettings(max_choices=4, max_body_bytes=1 << 20))
     drain = Drain()
     operations = Operations(settings, StoreClient(settings.store.url or None)) if operated else None
+    directory = TenantDirectory(SECRET, tenants)
     app = create_app(
         settings,
         engine,
-        TenantDirectory(SECRET, tenants),
+        directory,
         drain=drain,
         store_problem=operations.store.problem if operations else lambda: None,
         redis=redis,
         embedder=embedder,
         operations=operations,
+        redis=redis,
+        embedder=embedder,
     )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
