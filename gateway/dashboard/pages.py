@@ -116,19 +116,8 @@ class Pages:
     # ------------------------------------------------------------ tenants
 
     async def tenants(self, span: Span, search: str, page: int) -> Context:
-        rows = await _or_none(self._history.tenants(span))
-        if rows is None:
-            return {"history_away": True}
-        found = [row for row in rows if search.lower() in row.tenant_id.lower()]
-        num_pages = max(1, -(-len(found) // PAGE_ROWS))
-        page = min(max(page, 1), num_pages)
-        return {
-            "rows": found[(page - 1) * PAGE_ROWS : page * PAGE_ROWS],
-            "num_rows": len(found),
-            "page": page,
-            "num_pages": num_pages,
-            "search": search,
-        }
+        found = await _or_none(self._history.tenants(span, search, page, PAGE_ROWS))
+        return {"history_away": True} if found is None else {"search": search, **found._asdict()}
 
 
 async def _or_none(answer: Awaitable[Value]) -> Value | None:

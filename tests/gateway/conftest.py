@@ -99,8 +99,6 @@ def run_gateway_thread(
         redis=redis,
         embedder=embedder,
         operations=operations,
-        redis=redis,
-        embedder=embedder,
     )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
