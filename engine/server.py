@@ -442,7 +442,7 @@ class EngineServer:
             self._abort(client, request_id)
             client.owed.append(_not_read(request_id))
 
-    def _owe(self, client: _Client, message: EngineMessage) -> None:
+    def _owe(self, client: _Client, message: EngineMessage | OperatorAnswer) -> None:
         """It cannot be sent yet. The end of a request is kept; a text with a hole in it ends as an error; any other
         answer is lost, and whoever waits for it asks again (answers are found by the question's id)."""
         if isinstance(message, Delta):
