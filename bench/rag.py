@@ -5,6 +5,7 @@
                    the order that an exhaustive search over all orders finds (each order in an engine of its own)
     order          the engine's ordering of four and ten documents in a tree of 100,000 nodes           ms a request
     permuted       a real server: the same four documents in another order, against cold             TTFT, cached
+                   and, in the order that is given, how far greedy answers to both orders agree      words
     ahead          a real server: the first question after an upload, prefilled ahead                cached
     ingest         the embedder through ingestion against its own batch speed                        texts/s
     search         100,000 random passages: a search beside the embedding of its query               ms, p50
@@ -48,6 +49,7 @@ from retrieval.records import Chunk, Chunking, CollectionFile, FileStatus, chunk
 VOCABULARY = 49152
 TENANTS, TOPICS, DOCUMENTS_OF_TOPIC = 4, 5, 12
 SYSTEM_TOKENS, DOCUMENT_TOKENS, QUESTION_TOKENS = 300, 350, 30
+ANSWER_TOKENS = 32
 Figures = dict[str, float]
 
 
@@ -218,6 +220,7 @@ async def measure_permuted(base_url: str, api_key: str, sessions: int, salt: str
         target = Target("radixgate", base_url, model, api_key, takes_documents=True)
         ratios: list[float] = []
         cached: list[float] = []
+        agreements: list[float] = []
         workload = Workload(salt=salt)
         await ask(session, target, workload.warmup().as_documents(), 2)
         for requests in workload.sessions(sessions):
@@ -228,10 +231,21 @@ async def measure_permuted(base_url: str, api_key: str, sessions: int, salt: str
             # The question is another one, and is no document: what is left of it is not counted against the documents.
             question = len(by_kind["perm"].question.split()) * 1.5 + 16
             cached.append((perm.cached_tokens or 0) / (perm.prompt_tokens - question))
+            given = await ask(session, target, by_kind["newq"].as_documents(), ANSWER_TOKENS)
+            permuted = await ask(session, target, by_kind["perm"].as_documents(), ANSWER_TOKENS)
+            agreements.append(_agreement(given.text, permuted.text))
         return {
+            "answer_agreement": statistics.mean(agreements),
             "permuted_cached_fraction": min(1.0, statistics.median(cached)),
             "permuted_ttft_over_cold": statistics.median(ratios),
         }
+
+
+def _agreement(one: str, other: str) -> float:
+    """The share of words up to the first one that differs."""
+    pairs = list(zip(one.split(), other.split(), strict=False))
+    same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return same / max(1, len(pairs))
 
 
 def measure_ahead(base_url: str, api_key: str, salt: str) -> Figures:

@@ -25,7 +25,7 @@ from retrieval.documents import Document, content_id, render
 from retrieval.embedder_client import Embedder
 from retrieval.embedder_protocol import EmbedderInfo
 from retrieval.errors import FileContentError, FileErrorCode, NotFoundError, UnavailableError
-from retrieval.library import Job, Library
+from retrieval.library import Attachment, Job, Library
 from retrieval.parser_process import ParserProcess
 from retrieval.records import Chunk, CollectionFile, FileError, FileStatus, chunk_id
 
@@ -67,6 +67,7 @@ class Ingestor:
 
     async def start(self) -> None:
         self._workers = [asyncio.create_task(self._work()) for _ in range(_NUM_WORKERS)]
+        self._workers.append(asyncio.create_task(self._renew_stale_when_possible()))
 
     async def close(self) -> None:
         for worker in self._workers:
@@ -77,6 +78,27 @@ class Ingestor:
     def wake(self) -> None:
         """There is a new job: do not wait until the next look."""
         self._wake.set()
+
+    async def renew_stale(self) -> None:
+        """Queues what another embedding model has embedded: the embedder was changed in the settings."""
+        tag = (await self._embedder.wait_ready()).tag
+        for tenant, collection_id in await self._library.all_collections():
+            for member in await self._library.members(tenant, collection_id):
+                if member.status is FileStatus.COMPLETED and not member.is_of_embedder(tag):
+                    wanted = Attachment(member.file_id, member.attributes, member.chunking)
+                    await self._library.attach(tenant, collection_id, wanted, again=True)
+        self.wake()
+
+    async def _renew_stale_when_possible(self) -> None:
+        while True:
+            try:
+                await self.renew_stale()
+            except NotFoundError:  # deleted just now; look again
+                continue
+            except UnavailableError:
+                await asyncio.sleep(_LOOK_SECONDS)
+            else:
+                return
 
     async def _work(self) -> None:
         while True:

@@ -162,6 +162,11 @@ class Library:
         ids = await self._redis.texts("ZRANGE", keys.collections(tenant), 0, -1)
         return await self._records([keys.collection(tenant, each) for each in ids], CollectionRecord)
 
+    async def all_collections(self) -> list[tuple[str, str]]:
+        """(tenant, collection) of every tenant."""
+        names = [name.partition(keys.SEPARATOR) for name in await self._redis.texts("SMEMBERS", keys.ALL_COLLECTIONS)]
+        return [(tenant, collection_id) for tenant, _, collection_id in names]
+
     async def change_collection(self, tenant: str, record: CollectionRecord) -> None:
         key = keys.collection(tenant, record.id)
         if await self._redis.run("SET", key, msgspec.json.encode(record), "XX") is None:
@@ -193,13 +198,13 @@ class Library:
     # ------------------------------------------------------------ members
 
     async def attach(
-        self, tenant: str, collection_id: str, wanted: Attachment, *, batch_id: str | None = None
+        self, tenant: str, collection_id: str, wanted: Attachment, *, batch_id: str | None = None, again: bool = False
     ) -> CollectionFile:
-        """Makes a file a member and queues its ingestion. A member in the same state is left alone: a no-op."""
+        """Makes a file a member and queues its ingestion. A member in the same state is left alone, unless `again`."""
         file = await self.file(tenant, wanted.file_id)
         known = await self.find_member(tenant, collection_id, wanted.file_id)
         if known is not None:
-            if _is_ingested_alike(known, wanted):
+            if _is_ingested_alike(known, wanted) and not again:
                 return await self._with_attributes(tenant, collection_id, known, wanted.attributes)
             await self._remove(Job(tenant, collection_id, file.id))
         record = CollectionFile(

@@ -134,7 +134,7 @@ class SearchIndexes:
         members = {
             member.file_id: member
             for member in await self._library.members(*name)
-            if member.status is FileStatus.COMPLETED and _is_embedded_with(embedder_tag, member)
+            if member.status is FileStatus.COMPLETED and member.is_of_embedder(embedder_tag)
         }
         known = index.generations()
         for file_id in known.keys() - members.keys():
@@ -193,9 +193,8 @@ class SearchIndexes:
         return last
 
     async def _load_all(self) -> None:
-        for member in await self._redis.texts("SMEMBERS", keys.ALL_COLLECTIONS):
-            tenant, _, collection_id = member.partition(keys.SEPARATOR)
-            await self._look_again((tenant, collection_id))
+        for name in await self._library.all_collections():
+            await self._look_again(name)
 
     async def _look_again(self, name: Name) -> None:
         with suppress(NotFoundError):
@@ -204,11 +203,6 @@ class SearchIndexes:
     async def _on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, functools.partial(call, *args, **kwargs))
-
-
-def _is_embedded_with(embedder_tag: str, member: CollectionFile) -> bool:
-    """Vectors of another embedder cannot be compared; such a file is being ingested again (`Ingestor`)."""
-    return all(each.startswith(f"{embedder_tag}:") for each in member.chunk_ids[:1])
 
 
 def _events(reply: object) -> list[tuple[str, dict[bytes, bytes]]]:

@@ -21,7 +21,7 @@ DIMENSION = 64
 
 
 class HashingEmbedder:
-    def __init__(self, *, has_reranker: bool = False, fingerprint: str = "hashing-1") -> None:
+    def __init__(self, *, has_reranker: bool = False, fingerprint: str = "hashing1-and-more") -> None:
         self.embedded: list[str] = []
         self.failures = 0  # so many of the next calls fail
         self.held = asyncio.Event()
