@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.errors import ContextLengthExceededError, EngineStepError
 from engine.protocol import (
     PROTOCOL_VERSION,
@@ -47,6 +49,9 @@ class EchoEngine:
     explained: list[Submit] = field(default_factory=list[Submit])
     num_integrity_checks: int = 0
     num_persists: int = 0
+    num_different: int = 0  # blocks that a verification finds wrong
+    tokenizer_json: bytes = b"{}"
+    chat_template: str = ""
 
     def add_request(self, submit: Submit) -> None:
         ids = [token_id for segment in submit.segments for token_id in unpack_tokens(segment.tokens)]
@@ -103,7 +108,9 @@ class EchoEngine:
         return evict.num_blocks
 
     def verify(self, num_paths: int) -> CacheVerified:
-        return CacheVerified(call_id="", num_read=5, num_unreadable=0, num_recomputed=num_paths, num_different=0)
+        return CacheVerified(
+            call_id="", num_read=5, num_unreadable=0, num_recomputed=num_paths, num_different=self.num_different
+        )
 
     def explain(self, submit: Submit) -> list[ExplainedPart]:
         self.explained.append(submit)
@@ -127,11 +134,12 @@ class EchoEngine:
             vocab_size=0x110000,
             dtype="float32",
             device="cpu",
-            tokenizer_json=b"{}",
-            chat_template="",
+            tokenizer_json=self.tokenizer_json,
+            chat_template=self.chat_template,
             special_tokens={},
         )
 
     def stats(self) -> EngineStats:
-        counts = dict.fromkeys(EngineStats.__struct_fields__[1:-2], 0)  # the last two are the tiers'
-        return EngineStats(incarnation=self.incarnation, **{**counts, "num_running": len(self.requests)})
+        names = [name for name in EngineStats.__struct_fields__ if name not in ("incarnation", "tiers", "index")]
+        counts: dict[str, int] = {**dict.fromkeys(names, 0), "num_running": len(self.requests)}
+        return msgspec.convert({"type": "stats", "incarnation": self.incarnation, **counts}, EngineStats)

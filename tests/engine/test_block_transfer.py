@@ -80,12 +80,12 @@ class TensorSlots:
     def __init__(self, num_slots: int) -> None:
         self.tensor = torch.zeros((num_slots, 2), dtype=torch.int64)
 
-    def __getitem__(self, place: int | slice) -> int | None | list[int | None]:
+    def __getitem__(self, place: int | slice) -> int | list[int | None] | None:
         rows = self.tensor[place].reshape(-1, 2).tolist()
         values = [state & MASK if written else None for written, state in rows]
         return values if isinstance(place, slice) else values[0]
 
-    def __setitem__(self, place: int | slice, value: int | None | list[int | None]) -> None:
+    def __setitem__(self, place: int | slice, value: int | list[int | None] | None) -> None:
         values = value if isinstance(value, list) else [value]
         rows = [[0, 0] if state is None else [1, state - (1 << 64) if state >> 63 else state] for state in values]
         self.tensor[place] = torch.tensor(rows if isinstance(place, slice) else rows[0], dtype=torch.int64)

@@ -21,8 +21,8 @@ def expect(prompt: list[int], count: int) -> list[int]:
     return expected_output(prompt, count, VOCAB - 1)
 
 
-def big(incarnation: str = "one", **options: int) -> TieredOptions:
-    return TieredOptions(num_blocks=64, host_slots=64, disk_slots=128, incarnation=incarnation, **options)
+def big(incarnation: str = "one", max_pending: int = 65_536) -> TieredOptions:
+    return TieredOptions(num_blocks=64, host_slots=64, disk_slots=128, incarnation=incarnation, max_pending=max_pending)
 
 
 def ask(engine: TieredEngine, prompt: list[int], scope: bytes = SCOPE_A) -> int:

@@ -53,7 +53,7 @@ def test_a_store_that_is_paused_holds_up_no_request(tmp_path: Path, own_store: S
         own_store.resume()
         persist(engine)
         assert engine.disk.directory is not None
-        assert len(list(engine.store.groups())[0][1]) >= 4 * engine.store.format.size
+        assert len(next(iter(engine.store.groups()))[1]) >= 4 * engine.store.format.size
 
 
 def test_an_engine_that_starts_without_its_store_serves_and_loads_when_it_comes(
