@@ -18,12 +18,12 @@ import sys
 import time
 from pathlib import Path
 
-from engine.batch import SchedulerOutput
+from engine.batch import SchedulerOutput, TransferReport
 from engine.build import build_engine
 from engine.engine import LLMEngine
 from engine.load_progress import stderr_progress
 from engine.protocol import Delta, SamplingParams, Segment, SegmentKind, Submit
-from engine.settings import EngineSettings, ModelSettings, Settings, StoreSettings
+from engine.settings import EngineSettings, ModelSettings, Settings, StoreSettings, TierSettings
 
 PROMPT_TOKENS = 700
 OUTPUT_TOKENS = 24
@@ -35,6 +35,12 @@ class IdleDevice:
 
     def execute(self, output: SchedulerOutput) -> list[int | None]:
         return [1 if sequence.sample else None for sequence in output.sequences]
+
+    def transfer_report(self) -> TransferReport:
+        return TransferReport(0, 0, 0.0)
+
+    def is_same_block(self, block_id: int, payload: memoryview) -> bool:
+        return True
 
 
 def stream(count: int, vocab_size: int, seed: int) -> list[Submit]:
@@ -81,6 +87,7 @@ def main() -> None:
     settings = Settings(
         model=ModelSettings(),
         store=StoreSettings(data_dir=args.data_dir),
+        tiers=TierSettings(host_memory=0, disk_size=0),
         engine=EngineSettings(kv_cache_memory=256 << 20),
     )
     real = build_engine(settings, stderr_progress)
