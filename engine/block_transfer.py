@@ -20,12 +20,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.batch import BlockFetch, BlockOffload, TransferReport
+
+MIN_SHARED_BLOCKS = 8  # below, one thread is done before another has begun
+
+ByteRows = NDArray[np.uint8]  # [num_blocks, block_bytes]
 
 
 class BlockTransfer(Protocol):
@@ -45,13 +52,19 @@ class BlockTransfer(Protocol):
 
 
 class CpuBlockTransfer:
-    """Plain copies between two tensors in memory."""
+    """Plain copies between two regions of memory.
 
-    def __init__(self, kv_cache: torch.Tensor, host: torch.Tensor) -> None:
+    By `numpy`, not by torch: torch would split each block over its threads, and wait for all of them each time. Many
+    blocks are shared out between a few threads instead, once.
+    """
+
+    def __init__(self, kv_cache: torch.Tensor, host: torch.Tensor, threads: int = 1) -> None:
         """`kv_cache` [num_blocks, …], `host` [num_slots, …], of the same block shape."""
-        self._blocks = kv_cache.view(kv_cache.shape[0], -1)
-        self._slots = host.view(host.shape[0], -1)
-        self._block_bytes = self._blocks[0].nbytes
+        self._blocks = _as_bytes(kv_cache)
+        self._slots = _as_bytes(host)
+        self._block_bytes = self._blocks.shape[1]
+        self._threads = ThreadPoolExecutor(threads - 1, "block-transfer") if threads > 1 else None
+        self._shares = threads
         self._num_done = 0
         self._fetched = 0
         self._seconds = 0.0
@@ -60,15 +73,25 @@ class CpuBlockTransfer:
         """Nothing runs beside the computation here."""
 
     def offload(self, offloads: Sequence[BlockOffload]) -> None:
-        for block, slot, count in _runs([(offload.block_id, offload.host_slot) for offload in offloads]):
-            self._slots[slot : slot + count].copy_(self._blocks[block : block + count])
+        self._copy(self._slots, self._blocks, [(offload.host_slot, offload.block_id) for offload in offloads])
 
     def fetch(self, fetches: Sequence[BlockFetch]) -> None:
         started = time.perf_counter()
-        for slot, block, count in _runs([(fetch.host_slot, fetch.block_id) for fetch in fetches]):
-            self._blocks[block : block + count].copy_(self._slots[slot : slot + count])
+        self._copy(self._blocks, self._slots, [(fetch.block_id, fetch.host_slot) for fetch in fetches])
         self._fetched += len(fetches)
         self._seconds += time.perf_counter() - started
+
+    def _copy(self, target: ByteRows, source: ByteRows, rows: list[tuple[int, int]]) -> None:
+        if self._threads is None or len(rows) < MIN_SHARED_BLOCKS:
+            _copy_rows(target, source, rows)
+            return
+        others = [
+            self._threads.submit(_copy_rows, target, source, rows[share :: self._shares])
+            for share in range(1, self._shares)
+        ]
+        _copy_rows(target, source, rows[:: self._shares])
+        for other in others:
+            other.result()
 
     def end(self) -> None:
         self._num_done += 1
@@ -77,6 +100,16 @@ class CpuBlockTransfer:
         report = TransferReport(self._num_done, self._fetched * self._block_bytes, self._seconds)
         self._fetched, self._seconds = 0, 0.0
         return report
+
+
+def _as_bytes(blocks: torch.Tensor) -> ByteRows:
+    return blocks.view(blocks.shape[0], -1).view(torch.uint8).numpy()
+
+
+def _copy_rows(target: ByteRows, source: ByteRows, rows: Sequence[tuple[int, int]]) -> None:
+    """numpy lets go of the interpreter's lock while it copies."""
+    for to, of in rows:
+        np.copyto(target[to], source[of])
 
 
 class CopyEvent(Protocol):

@@ -62,7 +62,7 @@ class ModelRunner:
         if self._device.type == "cuda":
             self._transfer = StreamBlockTransfer(self.kv_cache, host, CudaCopyStream(self._device))
         else:
-            self._transfer = CpuBlockTransfer(self.kv_cache, host)
+            self._transfer = CpuBlockTransfer(self.kv_cache, host, torch.get_num_threads())
 
     def transfer_report(self) -> TransferReport:
         return TransferReport(0, 0, 0.0) if self._transfer is None else self._transfer.report()

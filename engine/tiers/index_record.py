@@ -13,10 +13,11 @@ one; 0: a first block. Mirroring the slots, instead of a hash a block: one block
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from engine.prefix_index import KEY_BYTES
 from engine.scoped_tokens import SCOPE_BYTES, TOKEN_BYTES
@@ -27,22 +28,6 @@ RECORD_FORMAT = 1
 GROUP_SLOTS = 512
 
 
-@dataclass(slots=True, frozen=True)
-class IndexRecord:
-    """One entry, read back."""
-
-    key: bytes
-    scope: bytes
-    owner: bytes  # digest
-    documents: bytes  # digest
-    parent_slot: int | None
-    depth: int
-    hits: int
-    last_used: int
-    payload_checksum: int
-    tokens: bytes
-
-
 class RecordFormat:
     """Packs and unpacks the records of one block size."""
 
@@ -51,6 +36,14 @@ class RecordFormat:
         self._fields = struct.Struct(f"<{KEY_BYTES}s{SCOPE_BYTES}s{DIGEST_BYTES}s{DIGEST_BYTES}sIIIIQ{stride}s")
         self._check = struct.Struct("<Q")
         self.size = self._fields.size + self._check.size
+        self.dtype = np.dtype(
+            [
+                *(("key", f"V{KEY_BYTES}"), ("scope", f"V{SCOPE_BYTES}")),
+                *(("owner", f"V{DIGEST_BYTES}"), ("documents", f"V{DIGEST_BYTES}")),
+                *(("parent", "<u4"), ("depth", "<u4"), ("hits", "<u4"), ("last_used", "<u4")),
+                *(("payload", "<u8"), ("tokens", f"V{stride}"), ("check", "<u8")),
+            ]
+        )
 
     @cached_property
     def blank(self) -> bytes:
@@ -75,20 +68,16 @@ class RecordFormat:
         )
         return body + self._check.pack(xxhash.xxh3_64_intdigest(body))
 
-    def unpack(self, group: bytes, offset: int) -> IndexRecord | None:
-        """The record at an offset of a group; None when there is none, or it is damaged."""
-        end = offset + self._fields.size
-        if end + self._check.size > len(group):
-            return None
-        (checksum,) = self._check.unpack_from(group, end)
-        if xxhash.xxh3_64_intdigest(memoryview(group)[offset:end]) != checksum:
-            return None
-        key, scope, owner, documents, parent, depth, hits, used, payload, tokens = self._fields.unpack_from(
-            group, offset
-        )
-        return IndexRecord(
-            key, scope, owner, documents, parent - 1 if parent else None, depth, hits, used, payload, tokens
-        )
+    def unpack(self, group: bytes) -> tuple[NDArray[np.void], NDArray[np.bool_], NDArray[np.bool_]]:
+        """The records of a group as a structured array; which of them are none, and which are whole."""
+        count = len(group) // self.size
+        view = memoryview(group)
+        records = np.frombuffer(group, dtype=self.dtype, count=count)
+        body, size, digest = self._fields.size, self.size, xxhash.xxh3_64_intdigest
+        sums = [digest(view[start : start + body]) for start in range(0, count * size, size)]
+        words = np.frombuffer(group, dtype="<u4", count=count * size // 4).reshape(count, -1)
+        whole = np.equal(records["check"], np.array(sums, dtype=np.uint64)).astype(np.bool_)
+        return records, ~words.any(axis=1), whole
 
 
 def names_of(directory: TierDirectory, slot: int) -> list[tuple[bytes, Name, bytes]]:

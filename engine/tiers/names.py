@@ -46,14 +46,14 @@ class Names:
     def __contains__(self, value: Name) -> bool:
         return value in self._numbers
 
-    def add(self, value: Name) -> int:
-        """One more slot has this value."""
+    def add(self, value: Name, slots: int = 1) -> int:
+        """So many more slots have this value."""
         number = self._numbers.get(value)
         if number is None:
             number = self._next
             self._next += 1
             self._numbers[value], self._values[number], self._counts[number] = number, value, 0
-        self._counts[number] += 1
+        self._counts[number] += slots
         return number
 
     def drop(self, number: int) -> None:

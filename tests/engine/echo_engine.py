@@ -54,6 +54,9 @@ class EchoEngine:
     num_integrity_checks: int = 0
     num_persists: int = 0
     num_computed_tokens: int = 0
+    num_different: int = 0  # blocks that a verification finds wrong
+    tokenizer_json: bytes = b"{}"
+    chat_template: str = ""
 
     def add_request(self, submit: Submit) -> None:
         ids = [token_id for segment in submit.segments for token_id in unpack_tokens(segment.tokens)]
@@ -112,7 +115,9 @@ class EchoEngine:
         return evict.num_blocks
 
     def verify(self, num_paths: int) -> CacheVerified:
-        return CacheVerified(call_id="", num_read=5, num_unreadable=0, num_recomputed=num_paths, num_different=0)
+        return CacheVerified(
+            call_id="", num_read=5, num_unreadable=0, num_recomputed=num_paths, num_different=self.num_different
+        )
 
     def explain(self, submit: Submit) -> list[ExplainedPart]:
         self.explained.append(submit)
@@ -137,8 +142,8 @@ class EchoEngine:
             vocab_size=0x110000,
             dtype="float32",
             device="cpu",
-            tokenizer_json=b"{}",
-            chat_template="",
+            tokenizer_json=self.tokenizer_json,
+            chat_template=self.chat_template,
             special_tokens={},
         )
 

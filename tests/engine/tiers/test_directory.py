@@ -74,7 +74,7 @@ def test_i5_the_same_tokens_in_another_scope_are_not_found() -> None:
 
 
 def test_i8_a_key_that_collides_leads_to_no_payload_of_another_prefix() -> None:
-    """A crafted second prefix with the key of the first: tokens of the whole path are compared."""
+    """A crafted second prefix with the key of the first: the tokens of the whole path are compared."""
     directory = TierDirectory(8, BLOCK, ROOT)
     fill(directory, [1, 2, 3, 4])
     keys = [block.key for block in path_of([1, 2, 3, 4])]

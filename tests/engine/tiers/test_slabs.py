@@ -119,15 +119,15 @@ def test_a_file_of_another_format_is_refused_and_left_alone(tmp_path: Path) -> N
     assert path.read_bytes().endswith(b"somebody's blocks")
 
 
-@pytest.mark.parametrize("change", [{"fingerprint": "g"}, {"num_slots": 5}])
+@pytest.mark.parametrize(("fingerprint", "num_slots"), [("g", 4), ("f", 5)])
 def test_a_file_of_another_model_or_size_is_started_over_under_a_new_id(
-    tmp_path: Path, change: dict[str, int | str]
+    tmp_path: Path, fingerprint: str, num_slots: int
 ) -> None:
     """Under the old id, entries would lead into slots that lie elsewhere now."""
     first = opened(tmp_path)
     checksum = first.write(1, payload(1), KEYS[1])
     first.close()
-    second = DiskSlab(tmp_path / "f.slab", **{"fingerprint": "f", "num_slots": 4, "block_bytes": BYTES, **change})
+    second = opened(tmp_path, fingerprint, num_slots)
     assert second.slab_id != first.slab_id
     with pytest.raises(SlabReadError):
         read(second, 1, KEYS[1], checksum)
