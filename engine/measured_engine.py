@@ -21,7 +21,6 @@ import msgspec
 from engine.batch import SchedulerOutput, TransferReport
 from engine.cache_view import build_cache_view
 from engine.engine import LLMEngine, Runner
-from engine.errors import RadixgateError
 from engine.metrics import EngineMetricsRegistry, StepTimes
 from engine.protocol import (
     CacheVerified,
@@ -111,12 +110,9 @@ class MeasuredEngine:
         self._metrics = EngineMetricsRegistry(engine, self.prefill_speed, owner_labels)
 
     def add_request(self, submit: Submit) -> None:
-        self._arrivals[submit.request_id] = self._clock()
-        try:
-            self._engine.add_request(submit)
-        except RadixgateError:
-            self._arrivals.pop(submit.request_id, None)
-            raise
+        arrived_at = self._clock()
+        self._engine.add_request(submit)
+        self._arrivals[submit.request_id] = arrived_at
 
     def abort_request(self, request_id: str) -> bool:
         self._forget(request_id)
