@@ -5,8 +5,8 @@
 
 Whatever stops it, somebody takes it up again: a claim is a lease, renewed while the work goes on, and the chunks that
 are stored already are found and not embedded again. So a crash costs the batch it happened in. A file that takes its
-gateway down with it is given up after `_MAX_ATTEMPTS`. Two files are worked on at a time: one is parsed while the
-other is embedded, and the embedder never idles.
+gateway or its embedder down with it is given up after `_MAX_ATTEMPTS` without progress; while the embedder is away
+nothing is claimed. Two files are worked on at a time: one is parsed while the other is embedded.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Ingestor:
         self._on_ingested = on_ingested
         self._wake = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
+        self._claimed: set[Job] = set()
 
     async def start(self) -> None:
         self._workers = [asyncio.create_task(self._work()) for _ in range(_NUM_WORKERS)]
@@ -73,6 +74,9 @@ class Ingestor:
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
+        with suppress(UnavailableError):
+            for job in self._claimed:  # for another gateway, or this one when it is back, without waiting for the lease
+                await self._library.give_back(job)
         await self._parser.close()
 
     def wake(self) -> None:
@@ -103,7 +107,7 @@ class Ingestor:
     async def _work(self) -> None:
         while True:
             try:
-                if not await self.run_one():
+                if not self._embedder.connected or not await self.run_one():
                     await self._idle()
             except UnavailableError as error:
                 # The claim runs out by itself, and the job is taken up again.
@@ -122,9 +126,11 @@ class Ingestor:
         if claimed is None:
             return False
         job, attempt = claimed
+        self._claimed.add(job)
         renewing = asyncio.create_task(self._renew(job))
         try:
             await self._run(job, attempt)
+            self._claimed.discard(job)
         finally:
             renewing.cancel()
         return True
@@ -142,7 +148,7 @@ class Ingestor:
             await self._library.let_go(job.tenant, job.collection_id, job.file_id)
             return
         if attempt > _MAX_ATTEMPTS:
-            await self._fail(job, member, "server_error", f"Given up after {_MAX_ATTEMPTS} attempts.")
+            await self._fail(job, member, "server_error", f"Given up after {_MAX_ATTEMPTS} attempts without progress.")
             return
         started = time.monotonic()
         try:
@@ -175,6 +181,7 @@ class Ingestor:
             if await self._is_gone(job, member):
                 break
             await self._library.put_chunks(job, await self._embedded(new[start : start + _EMBED_AT_ONCE], tokenizer))
+            await self._library.note_progress(job)
         return msgspec.structs.replace(
             member,
             status=FileStatus.COMPLETED,

@@ -379,6 +379,15 @@ class Library:
     async def renew(self, job: Job, lease_seconds: float) -> None:
         await self._redis.run("ZADD", keys.JOBS, "XX", time.time() + lease_seconds, str(job))
 
+    async def note_progress(self, job: Job) -> None:
+        """The attempts so far were not in vain, and do not count against the file."""
+        await self._redis.run("HDEL", keys.ATTEMPTS, str(job))
+
+    async def give_back(self, job: Job) -> None:
+        """Undoes a claim."""
+        commands = [("ZADD", keys.JOBS, "XX", time.time(), str(job)), ("HINCRBY", keys.ATTEMPTS, str(job), -1)]
+        await self._redis.run_all(commands)
+
     async def forget_job(self, job: Job) -> None:
         await self._redis.run_all([("ZREM", keys.JOBS, str(job)), ("HDEL", keys.ATTEMPTS, str(job))])
 

@@ -40,6 +40,10 @@ class HashingEmbedder:
     def info(self) -> EmbedderInfo | None:
         return self._info
 
+    @property
+    def connected(self) -> bool:
+        return True
+
     async def wait_ready(self) -> EmbedderInfo:
         return self._info
 

@@ -189,3 +189,17 @@ async def test_another_embedder_means_ingesting_again(parts: Parts, store_url: s
         assert len(await changed.keys("chunk:*")) == 1, "the old vectors are gone"
         await changed.ingestor.renew_stale()
         assert not await changed.ingestor.run_one()
+
+
+async def test_a_gateway_that_stops_gives_its_work_back(parts: Parts, store_url: str) -> None:
+    """Waiting for a dead claim to run out is for crashes; three restarts must not count as three failures."""
+    collection = await parts.collection()
+    file_id = await parts.attach_only(collection, "a.txt", "Some passage.")
+    for _ in range(4):
+        async with retrieval_parts(store_url, parts.tenant, parts.embedder) as stopped:
+            parts.embedder.hold(after=0)
+            await stopped.ingestor.start()
+            await parts.embedder.held.wait()
+        parts.embedder.release()
+    await parts.ingest_all()
+    assert (await parts.member(collection, file_id)).status is FileStatus.COMPLETED
