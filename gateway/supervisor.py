@@ -144,7 +144,7 @@ class Supervisor:
     async def _start(self) -> None:
         self._listener = listen(self._settings.server.host, self._settings.server.port)
         shutil.rmtree(self._metrics_dir, ignore_errors=True)  # counts of an earlier run
-        self._metrics_dir.mkdir(mode=0o700)
+        self._metrics_dir.mkdir(mode=0o700, exist_ok=True)
         if not self._settings.store.url:
             await self._start_store()
         for name in (*(name for name in self._commands if name != GATEWAY), *self._gateways):

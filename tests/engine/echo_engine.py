@@ -8,13 +8,20 @@ from dataclasses import dataclass, field
 from engine.errors import ContextLengthExceededError, EngineStepError
 from engine.protocol import (
     PROTOCOL_VERSION,
+    CacheVerified,
     CacheView,
     Delta,
+    DocumentStats,
     EngineInfo,
     EngineStats,
+    Erase,
+    Erased,
+    EvictCache,
+    ExplainedPart,
     Failure,
     FinishReason,
     GetCacheView,
+    GetDocumentStats,
     PromptAccount,
     Submit,
     unpack_tokens,
@@ -43,8 +50,13 @@ class EchoEngine:
     requests: dict[str, EchoRequest] = field(default_factory=dict[str, EchoRequest])
     submitted: list[Submit] = field(default_factory=list[Submit])
     aborted: list[str] = field(default_factory=list[str])
+    explained: list[Submit] = field(default_factory=list[Submit])
     num_integrity_checks: int = 0
+    num_persists: int = 0
     num_computed_tokens: int = 0
+    num_different: int = 0  # blocks that a verification finds wrong
+    tokenizer_json: bytes = b"{}"
+    chat_template: str = ""
 
     def add_request(self, submit: Submit) -> None:
         ids = [token_id for segment in submit.segments for token_id in unpack_tokens(segment.tokens)]
@@ -90,6 +102,27 @@ class EchoEngine:
             finish_reason=FinishReason.LENGTH if finished else None,
         )
 
+    def idle(self) -> bool:
+        return False
+
+    def persist(self) -> None:
+        self.num_persists += 1
+
+    def erase(self, erase: Erase) -> Erased:
+        return Erased(erase_id=erase.erase_id, num_blocks=3, num_by_tier={"device": 1, "host": 1, "disk": 1})
+
+    def evict(self, evict: EvictCache) -> int:
+        return evict.num_blocks
+
+    def verify(self, num_paths: int) -> CacheVerified:
+        return CacheVerified(
+            call_id="", num_read=5, num_unreadable=0, num_recomputed=num_paths, num_different=self.num_different
+        )
+
+    def explain(self, submit: Submit) -> list[ExplainedPart]:
+        self.explained.append(submit)
+        return [ExplainedPart(start=0, end=4, place="cold")]
+
     def check_integrity(self) -> bool:
         self.num_integrity_checks += 1
         return True
@@ -104,19 +137,24 @@ class EchoEngine:
             max_model_len=MAX_MODEL_LEN,
             block_size=16,
             num_blocks=64,
+            block_bytes=1024,
             eos_token_ids=(0,),
             vocab_size=0x110000,
             dtype="float32",
             device="cpu",
-            tokenizer_json=b"{}",
-            chat_template="",
+            tokenizer_json=self.tokenizer_json,
+            chat_template=self.chat_template,
             special_tokens={},
         )
 
     def stats(self) -> EngineStats:
-        counts = {name: 0 for name in EngineStats.__struct_fields__ if name.startswith("num_")}
-        counts |= {"num_running": len(self.requests), "num_computed_tokens": self.num_computed_tokens}
-        return EngineStats(incarnation=self.incarnation, query_id="", **counts)
+        fields = [name for name in EngineStats.__struct_fields__ if name.startswith("num_")]
+        counts = {**dict.fromkeys(fields, 0), "num_running": len(self.requests)}
+        counts["num_computed_tokens"] = self.num_computed_tokens
+        return EngineStats(incarnation=self.incarnation, **counts)  # pyright: ignore[reportArgumentType]
+
+    def document_stats(self, query: GetDocumentStats) -> DocumentStats:
+        return DocumentStats(query_id=query.query_id, documents=())
 
     def metrics_text(self) -> bytes:
         return f"echo_requests {len(self.requests)}\n".encode()

@@ -24,7 +24,7 @@ from engine.engine import LLMEngine
 from engine.load_progress import no_progress
 from engine.model_runner import ModelRunner
 from engine.protocol import Failure, PromptAccount, SamplingParams, Segment, SegmentKind, Submit
-from engine.settings import EngineSettings, ModelSettings, Settings, StoreSettings
+from engine.settings import EngineSettings, ModelSettings, Settings, StoreSettings, TierSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -43,6 +43,7 @@ class RealEngine:
         settings = Settings(
             model=ModelSettings(dtype="float32"),
             store=StoreSettings(data_dir=data_dir),
+            tiers=TierSettings(host_memory=0, disk_size=0),
             engine=EngineSettings(
                 device="cpu",
                 block_size=block_size,

@@ -33,6 +33,7 @@ from engine.protocol import (
     FinishReason,
     GetStats,
     Hello,
+    OperatorAnswer,
     PromptAccount,
     SamplingParams,
     Segment,
@@ -551,7 +552,7 @@ class StuckServer(EngineServer):
 
     stuck = False
 
-    def _try_send(self, identity: bytes, message: EngineMessage) -> _Sent:
+    def _try_send(self, identity: bytes, message: EngineMessage | OperatorAnswer) -> _Sent:
         return _Sent.FULL if self.stuck else super()._try_send(identity, message)
 
 
