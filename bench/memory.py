@@ -152,7 +152,9 @@ def main() -> None:
     args = parser.parse_args()
     # SIGTERM unwinds like Ctrl-C, so that the server is stopped too.
     signal.signal(signal.SIGTERM, lambda signum, _frame: sys.exit(128 + signum))
+    # No tiers below: their host memory is a setting of its own and not part of the limit.
     overrides = {"engine.kv_cache_memory": args.kv_cache_memory, "engine.device": "cpu"}
+    overrides |= {"tiers.host_memory": "0", "tiers.disk_size": "0"}
     settings = load_settings(None, os.environ, {**overrides, "store.data_dir": str(args.data_dir)})
     flags = [flag for key, value in overrides.items() for flag in ("--set", f"{key}={value}")]
     with running_server(args.data_dir, *flags) as server:

@@ -352,7 +352,10 @@ class EngineServer:
                 case Explain():
                     return Explained(call_id=call.call_id, parts=tuple(self.engine.explain(call.submit)))
         except RadixgateError as error:
-            return _failure(call.erase_id if isinstance(call, Erase) else call.call_id, error)
+            return _failure(_call_id(call), error)
+        except Exception as error:  # as in `_submit`
+            logger.exception("a call of the operator's cannot be answered")
+            return _failure(_call_id(call), _not_understood(error))
 
     def _handle_malformed(self, client: _Client, payload: bytes, why: str) -> None:
         self.counters.num_malformed += 1
@@ -389,8 +392,7 @@ class EngineServer:
             return
         except Exception as error:  # what a client sends must not end the engine
             logger.exception("a request of client %d is not what the engine understands", client.number)
-            refusal = InvalidRequestError(f"the engine cannot take this request: {type(error).__name__}: {error}")
-            self._send(client, _failure(request_id, refusal))
+            self._send(client, _failure(request_id, _not_understood(error)))
             return
         client.requests[request_id] = engine_id
         self._owners[engine_id] = (client, request_id)
@@ -540,6 +542,14 @@ def _is_last(output: Delta | Failure) -> bool:
 
 def _failure(request_id: str, error: RadixgateError) -> Failure:
     return Failure(request_id=request_id, code=error.code, message=error.message, param=error.param)
+
+
+def _not_understood(error: Exception) -> InvalidRequestError:
+    return InvalidRequestError(f"the engine cannot take this request: {type(error).__name__}: {error}")
+
+
+def _call_id(call: Erase | EvictCache | VerifyCache | Explain) -> str:
+    return call.erase_id if isinstance(call, Erase) else call.call_id
 
 
 def _not_read(request_id: str) -> Failure:

@@ -29,6 +29,8 @@ from engine.protocol import (
     Delta,
     EngineInfo,
     EngineMessage,
+    Explain,
+    ExplainedPart,
     Failure,
     FinishReason,
     GetStats,
@@ -39,6 +41,7 @@ from engine.protocol import (
     Segment,
     SegmentKind,
     Submit,
+    unpack_tokens,
 )
 from engine.server import EngineServer, _Sent
 from tests.engine.echo_engine import MAX_MODEL_LEN, EchoEngine
@@ -478,6 +481,25 @@ async def test_submit_that_the_engine_cannot_digest_is_answered_and_survived(
     answer = await raw.receive()
     assert isinstance(answer, Delta)
     assert answer.text == "a"
+
+
+async def test_call_that_the_engine_cannot_digest_is_answered_and_survived(
+    running: RunningServer, raw: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Explaining a prompt reads the same tokens as answering it, and ended the engine the same way."""
+
+    def explain(submit: Submit) -> list[ExplainedPart]:
+        return [ExplainedPart(start=0, end=len(unpack_tokens(submit.segments[0].tokens)), place="cold")]
+
+    monkeypatch.setattr(running.engine, "explain", explain)
+    submit = submit_of("r", "abc")
+    broken = msgspec.structs.replace(submit.segments[0], tokens=b"abc")
+    await raw.send(Explain(call_id="e", submit=msgspec.structs.replace(submit, segments=(broken,))))
+    answer = await raw.receive()
+    assert isinstance(answer, Failure)
+    assert (answer.request_id, answer.code) == ("e", "invalid_request")
+    await raw.send(submit_of("r", "a"))
+    assert isinstance(await raw.receive(), Delta)
 
 
 async def test_second_submit_of_an_id_leaves_the_first_alone(running: RunningServer, raw: RawClient) -> None:
