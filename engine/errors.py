@@ -8,11 +8,17 @@
     │   ├── UnsupportedParameterError
     │   ├── ContextLengthExceededError
     │   ├── ModelNotFoundError
-    │   └── AuthenticationError
+    │   ├── NotFoundError           a tenant, a key, …: not there, or not yours to know of
+    │   ├── ConflictError           it is there already, or somebody changed it meanwhile
+    │   ├── AuthenticationError
+    │   ├── PermissionDeniedError
+    │   └── RateLimitError          too much for this minute, or too many at once
+    │       └── QuotaExceededError  too much for this day
     └── ServiceError            the request is right, we cannot serve it now
         ├── EngineUnavailableError
         ├── EngineStepError     the step that computed this request failed
         ├── OverloadedError     the waiting queue is full
+        ├── StoreUnavailableError   what was asked for is in the store, and the store is away
         └── ShuttingDownError
 
 Errors that travel from the engine to the gateway carry their `code`; `from_wire` finds the class again.
@@ -68,6 +74,35 @@ class AuthenticationError(RequestError):
     code = "invalid_api_key"
 
 
+class NotFoundError(RequestError):
+    code = "not_found"
+
+
+class ConflictError(RequestError):
+    code = "conflict"
+
+
+class PermissionDeniedError(RequestError):
+    code = "permission_denied"
+
+
+class RateLimitError(RequestError):
+    """`kind` is what ran out, in OpenAI's words: `requests` or `tokens`."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, kind: str = "requests", retry_after_ms: int = 1000) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_ms = retry_after_ms
+
+
+class QuotaExceededError(RateLimitError):
+    """Trying again soon is of no use."""
+
+    code = "insufficient_quota"
+
+
 class ServiceError(RadixgateError):
     code = "service_unavailable"
 
@@ -82,6 +117,10 @@ class EngineStepError(ServiceError):
 
 class OverloadedError(ServiceError):
     code = "engine_overloaded"
+
+
+class StoreUnavailableError(ServiceError):
+    code = "store_unavailable"
 
 
 class ShuttingDownError(ServiceError):

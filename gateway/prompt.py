@@ -9,7 +9,8 @@
 What many requests share stands first: the system prompt, then the documents, then what is the user's own. Each
 piece of a content is tokenized on its own (`prompt_tokenizer`), so a document has the same token ids beside any
 neighbour. Head and foot are there for that too: a template that strips a content takes white space from them,
-and never from a document.
+and never from a document. A piece also knows how private it is by itself (`Level`); a segment's scope is that of
+the most private piece up to its end (`prompt_scopes.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Literal
 from engine.errors import InvalidRequestError
 from engine.protocol import Segment, SegmentKind
 from gateway.chat_template import ChatTemplate, Cut, Turn
+from gateway.prompt_scopes import Level, PromptScopes
 from gateway.prompt_tokenizer import PromptTokenizer
+from gateway.published import Published
 from retrieval.documents import Document, render
 
 Role = Literal["system", "user", "assistant"]
@@ -43,6 +46,7 @@ class Piece:
 
     kind: SegmentKind
     text: str
+    level: Level
     document_id: str | None = None
 
 
@@ -63,26 +67,35 @@ class PromptBuilder:
         self._template = template
         self._tokenizer = tokenizer
 
-    def build(self, messages: Sequence[Message], documents: Sequence[Document], scope: bytes) -> tuple[Segment, ...]:
+    def build(
+        self, messages: Sequence[Message], documents: Sequence[Document], scopes: PromptScopes
+    ) -> tuple[Segment, ...]:
         """The segments, whose texts concatenate to the template's own rendering. Raises `InvalidRequestError`."""
-        laid_out = lay_out(self._template, messages, documents)
+        laid_out = lay_out(self._template, messages, documents, scopes.published)
         turns = [Turn(message.role, message.content) for message in laid_out]
         cuts = self._template.cut(turns)
         if cuts is None:
-            return self._uncut(turns, scope)
-        return tuple(self._segments(cuts, laid_out, scope))
+            return self._uncut(turns, scopes)
+        return tuple(self._segments(cuts, laid_out, scopes))
 
-    def _segments(self, cuts: Sequence[Cut], messages: Sequence[LaidOutMessage], scope: bytes) -> Iterator[Segment]:
+    def _segments(
+        self, cuts: Sequence[Cut], messages: Sequence[LaidOutMessage], scopes: PromptScopes
+    ) -> Iterator[Segment]:
+        level = Level.PUBLIC
         for i, cut in enumerate(cuts):
             if cut.turn is None:
-                yield Segment(SegmentKind.TEMPLATE, self._tokenizer.template_tokens(cut.text, begins=i == 0), scope)
+                scope, owner = scopes.layer(level)
+                tokens = self._tokenizer.template_tokens(cut.text, begins=i == 0)
+                yield Segment(SegmentKind.TEMPLATE, tokens, scope, owner=owner)
                 continue
             for piece in clip(messages[cut.turn].pieces, cut.text):
+                level = max(level, piece.level)
+                scope, owner = scopes.layer(level)
                 tokens = self._tokenizer.text_tokens(piece.text, scope)
                 if tokens:
-                    yield Segment(piece.kind, tokens, scope, piece.document_id)
+                    yield Segment(piece.kind, tokens, scope, piece.document_id, owner)
 
-    def _uncut(self, turns: Sequence[Turn], scope: bytes) -> tuple[Segment, ...]:
+    def _uncut(self, turns: Sequence[Turn], scopes: PromptScopes) -> tuple[Segment, ...]:
         """A template that repeats or rewrites contents: one segment, if the contents bring no special token along."""
         whole = self._template.render(turns)
         blank = self._template.render([Turn(turn.role, "x") for turn in turns])
@@ -93,29 +106,36 @@ class PromptBuilder:
                 "rewrites messages in a way that does not let it be kept apart.",
                 param="messages",
             )
-        return (Segment(SegmentKind.TEMPLATE, self._tokenizer.template_tokens(whole, begins=True), scope),)
+        scope, owner = scopes.layer(Level.OWN)
+        tokens = self._tokenizer.template_tokens(whole, begins=True)
+        return (Segment(SegmentKind.TEMPLATE, tokens, scope, owner=owner),)
 
 
-def lay_out(template: ChatTemplate, messages: Sequence[Message], documents: Sequence[Document]) -> list[LaidOutMessage]:
+def lay_out(
+    template: ChatTemplate, messages: Sequence[Message], documents: Sequence[Document], published: Published
+) -> list[LaidOutMessage]:
     """Where system prompt and documents go, by what the template can say."""
+    pieces_of_messages = _own_pieces(messages, published)
     laid_out = [
-        LaidOutMessage(message.role, (piece,)) for message, piece in zip(messages, _own_pieces(messages), strict=True)
+        LaidOutMessage(message.role, (piece,)) for message, piece in zip(messages, pieces_of_messages, strict=True)
     ]
+    bodies = _document_bodies(documents, published)
     system_end = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
     if documents and template.system_leads:
         if system_end == 0:
-            default = (Piece(SegmentKind.SYSTEM, template.default_system),) if template.default_system else ()
-            return [LaidOutMessage("system", (*default, *_document_pieces(documents, bool(default)))), *laid_out]
+            default = (_ours(template.default_system),) if template.default_system else ()
+            return [LaidOutMessage("system", (*default, *_framed(bodies, bool(default)))), *laid_out]
         pieces = laid_out[system_end - 1].pieces
-        pieces = (*pieces, *_document_pieces(documents, bool(pieces[-1].text)))
+        pieces = (*pieces, *_framed(bodies, bool(pieces[-1].text)))
         laid_out[system_end - 1] = LaidOutMessage("system", pieces)
         return laid_out
     lead: tuple[Piece, ...] = ()
     if system_end and not template.supports_system:
         text = _GAP.join(message.text for message in messages[:system_end])
-        lead, laid_out = (Piece(SegmentKind.SYSTEM, text),), laid_out[system_end:]
+        level = max(piece.level for piece in pieces_of_messages[:system_end])
+        lead, laid_out = (Piece(SegmentKind.SYSTEM, text, level),), laid_out[system_end:]
     if documents:
-        lead = (*lead, *_document_pieces(documents, bool(lead)))
+        lead = (*lead, *_framed(bodies, bool(lead)))
     return _lead_first_user_turn(laid_out, lead) if lead else laid_out
 
 
@@ -134,23 +154,39 @@ def clip(pieces: Sequence[Piece], text: str) -> Iterator[Piece]:
             yield replace(piece, text=kept)
 
 
-def _own_pieces(messages: Sequence[Message]) -> list[Piece]:
+def _own_pieces(messages: Sequence[Message], published: Published) -> list[Piece]:
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
-    kinds = (
-        SegmentKind.SYSTEM
-        if message.role == "system"
-        else SegmentKind.QUESTION
-        if i == last_user
-        else SegmentKind.HISTORY
-        for i, message in enumerate(messages)
-    )
-    return [Piece(kind, message.text) for kind, message in zip(kinds, messages, strict=True)]
+    pieces: list[Piece] = []
+    for i, message in enumerate(messages):
+        if message.role == "system":
+            level = Level.PUBLIC if published.is_public_prompt(message.text) else Level.SHARED
+            pieces.append(Piece(SegmentKind.SYSTEM, message.text, level))
+        else:
+            kind = SegmentKind.QUESTION if i == last_user else SegmentKind.HISTORY
+            pieces.append(Piece(kind, message.text, Level.OWN))
+    return pieces
 
 
-def _document_pieces(documents: Sequence[Document], follows_text: bool) -> tuple[Piece, ...]:
-    head = Piece(SegmentKind.SYSTEM, (_GAP if follows_text else "") + _HEAD)
-    bodies = [Piece(SegmentKind.DOCUMENT, render(document), document.id) for document in documents]
-    return (head, *bodies, Piece(SegmentKind.SYSTEM, _FOOT))
+def _document_bodies(documents: Sequence[Document], published: Published) -> list[Piece]:
+    return [
+        Piece(
+            SegmentKind.DOCUMENT,
+            render(document),
+            Level.PUBLIC if published.is_public_document(document) else Level.SHARED,
+            document.id,
+        )
+        for document in documents
+    ]
+
+
+def _framed(bodies: Sequence[Piece], follows_text: bool) -> tuple[Piece, ...]:
+    head = _ours((_GAP if follows_text else "") + _HEAD)
+    return (head, *bodies, _ours(_FOOT))
+
+
+def _ours(text: str) -> Piece:
+    """Text that this file or the model's template brings along: the same for everybody."""
+    return Piece(SegmentKind.SYSTEM, text, Level.PUBLIC)
 
 
 def _lead_first_user_turn(messages: list[LaidOutMessage], lead: tuple[Piece, ...]) -> list[LaidOutMessage]:
@@ -160,5 +196,5 @@ def _lead_first_user_turn(messages: list[LaidOutMessage], lead: tuple[Piece, ...
             "This model's chat template has no place for a system prompt or documents without a user message.",
             param="messages",
         )
-    pieces = (*lead, Piece(SegmentKind.SYSTEM, _GAP), *messages[first].pieces)
+    pieces = (*lead, _ours(_GAP), *messages[first].pieces)
     return [*messages[:first], LaidOutMessage("user", pieces), *messages[first + 1 :]]
