@@ -66,6 +66,7 @@ def run_engine(settings: Settings) -> None:
         info.model, info.dtype, info.device, info.num_blocks, info.block_size, info.max_model_len, server.endpoint,
     )  # fmt: skip
     server.serve()
+    gc.unfreeze()  # or native libraries report every frozen object as leaked
     logger.info("stopped")
 
 

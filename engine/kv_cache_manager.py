@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from engine.batch import BlockCopy
 from engine.block_pool import BlockPool
+from engine.document_order import DocumentPopularity, order_documents
 from engine.errors import InvariantError
 from engine.eviction import Policy
 from engine.prefix_index import MissReason, PrefixIndex, PrefixMatch
@@ -57,6 +58,7 @@ class KVCacheManager:
         self.index = PrefixIndex(block_size, root_key, ghost_entries, policy)
         # Blocks that running requests are about to compute, by key: who else wants one waits for it.
         self._computing: dict[bytes, Request] = {}
+        self.popularity = DocumentPopularity()
 
     def set_policy(self, tenant_id: str, policy: TenantPolicy) -> None:
         """A floor is rounded down to whole blocks, a quota, too."""
@@ -64,6 +66,14 @@ class KVCacheManager:
         self.index.order.set_limits(tenant_id, policy.kv_floor_tokens // self.block_size, quota)
 
     # ------------------------------------------------------------------ admission
+
+    def arrange_documents(self, request: Request) -> None:
+        """Put documents whose order is ours to choose where they find most; until the request is first admitted."""
+        if request.chooses_order and request.account is None and self.caching and request.indexable:
+            ordered = order_documents(
+                request.submitted_segments, self.index, self.popularity, request.tenant_id, request.pin_top
+            )
+            request.arrange(ordered.segments, ordered.order)
 
     def get_computed_blocks(self, request: Request) -> PrefixMatch | None:
         """The longest cached prefix; None when this request does not use the cache."""
@@ -124,6 +134,7 @@ class KVCacheManager:
             self._announce(request)
         if request.account is None:
             request.account = self._account(request, match)
+            self.popularity.note(request.document_ids)
         return copy
 
     def _copy_on_write(self, request: Request, source: int, num_slots: int) -> BlockCopy | None:

@@ -44,12 +44,13 @@ class OutputStream:
         return self._delta(text, reason)
 
     def _delta(self, text: str, reason: FinishReason | None) -> Delta:
-        account = None if self._started else self._request.account
+        first = not self._started
         self._started = True
         return Delta(
             request_id=self._request.request_id,
             text=text,
             num_output_tokens=self._request.num_output_tokens,
-            account=account,
+            account=self._request.account if first else None,
+            document_order=self._request.document_order if first else None,
             finish_reason=reason,
         )

@@ -42,13 +42,11 @@ class PackedLinear(nn.Module):
         self.bias: torch.Tensor | None = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # [..., num_tokens, in_features]
-        if hidden.numel() > self.in_features:
+        if hidden.numel() != self.in_features:
             return _linear(hidden, self.weight, self.bias, "none", [], "")
-        # One row, or none at all. `expand` and `contiguous` are two calls; `repeat` is thirty.
-        rows = hidden.reshape(-1, self.in_features)
-        repeated = rows.expand(_MIN_ROWS, -1).contiguous() if len(rows) else rows
-        output = _linear(repeated, self.weight, self.bias, "none", [], "")
-        return output[: len(rows)].view(*hidden.shape[:-1], self.out_features)
+        # `expand` and `contiguous` are two calls; `repeat` is thirty, and this runs in every layer of every step.
+        rows = hidden.reshape(1, self.in_features).expand(_MIN_ROWS, -1).contiguous()
+        return _linear(rows, self.weight, self.bias, "none", [], "")[:1].view(*hidden.shape[:-1], self.out_features)
 
 
 def pack_linears(model: nn.Module) -> int:

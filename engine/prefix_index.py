@@ -152,10 +152,30 @@ class PrefixIndex:
 
     def match_prefix(self, sequence: ScopedTokens, limit: int) -> PrefixMatch:
         """The longest cached prefix of the first `limit` tokens. Changes nothing, not even recency."""
+        return self._match_below(self.root, array("i"), sequence, limit)
+
+    def extend_match(self, match: PrefixMatch, sequence: ScopedTokens, limit: int) -> PrefixMatch:
+        """Go on from a match of a sequence that `sequence` begins with. Costs only what is new."""
+        node, done, stride = match.node, match.node_blocks, self._stride
+        if done == node.num_blocks:
+            return self._match_below(node, match.block_ids[:], sequence, limit)
+        blocks = len(match.block_ids)
+        scope, span_end = sequence.span(blocks)
+        last = min(blocks + node.num_blocks - done, limit // self.block_size, span_end)
+        shared = 0
+        if scope == node.scope and last > blocks:
+            shared = self._common_blocks(node.tokens[done * stride :], sequence.packed, blocks * stride, last * stride)
+        block_ids = match.block_ids + node.block_ids[done : done + shared]
+        if done + shared < node.num_blocks:
+            return self._match_inside(sequence, limit, node, done + shared, block_ids)
+        return self._match_below(node, block_ids, sequence, limit)
+
+    def _match_below(self, node: Node, block_ids: array[int], sequence: ScopedTokens, limit: int) -> PrefixMatch:
+        """`block_ids`, which this extends, lead to the end of `node`."""
         packed, stride = sequence.packed, self._stride
+        pos = len(block_ids) * stride
         end = limit // self.block_size * stride  # bytes of whole blocks that may be matched
-        node, pos, block_ids = self.root, 0, array("i")
-        scope, span_end = sequence.span(0)
+        scope, span_end = sequence.span(pos // stride)
         while pos < end and node.children:
             if pos // stride >= span_end:
                 scope, span_end = sequence.span(pos // stride)

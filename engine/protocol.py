@@ -1,7 +1,7 @@
 """What gateway and engine say to each other: msgspec structs, msgpack on the wire, one struct a message.
 
-    gateway (DEALER) ──► engine (ROUTER)      Hello, Submit, Abort, Probe, GetStats
-    gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats
+    gateway (DEALER) ──► engine (ROUTER)      Hello, Submit, Abort, Probe, GetStats, Erase, GetDocumentStats
+    gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats, Erased, DocumentStats
 
 Every `Submit` is answered by zero or more `Delta`s and ends with exactly one of: a `Delta` with a
 `finish_reason`, or a `Failure`. An `Abort` is never answered; the engine drops the request silently.
@@ -14,6 +14,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -135,11 +136,33 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     sampling: SamplingParams
     policy: TenantPolicy = TenantPolicy()
     priority: int = 0  # lower goes first, strictly, over all tenants
+    document_order: Literal["given", "cache"] = "given"  # cache: the engine orders them along the longest cached path
+    pin_top: int = 0  # of the given order, so many first documents stay last, next to the question, when reordering
     use_cache: bool = True  # False: neither looks a prefix up nor leaves one behind
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: tuple[str, ...]
+
+
+class Erase(msgspec.Struct, frozen=True, kw_only=True, tag="erase"):
+    """Forget KV, in every tier; answered by `Erased`. All that is given must apply; nothing given: everything.
+
+    A block is a document's if the document's tokens are in it or before it: what follows a document attended to it.
+    """
+
+    erase_id: str
+    owner: str | None = None
+    scopes: tuple[bytes, ...] | None = None
+    document_ids: tuple[str, ...] | None = None
+
+
+class GetDocumentStats(msgspec.Struct, frozen=True, kw_only=True, tag="get_document_stats"):
+    """Answered by `DocumentStats`."""
+
+    query_id: str
+    scopes: tuple[bytes, ...]  # that the asking tenant may see
+    document_ids: tuple[str, ...]
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
@@ -182,6 +205,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     text: str
     num_output_tokens: int  # so far
     account: PromptAccount | None = None
+    document_order: tuple[int, ...] | None = None  # with the account, if documents were ordered: given positions
     finish_reason: FinishReason | None = None
 
 
@@ -198,6 +222,31 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, tag="probe_result")
     probe_id: str
     ok: bool
     message: str = ""
+
+
+class Erased(msgspec.Struct, frozen=True, kw_only=True, tag="erased"):
+    """Blocks that are gone, by tier. Blocks that a running request still holds go when it ends; they are counted."""
+
+    erase_id: str
+    num_blocks: int
+    num_by_tier: dict[str, int]
+
+
+class DocumentUse(msgspec.Struct, frozen=True, kw_only=True):
+    """A document as a unit of the cache. Only blocks that hold tokens of it count."""
+
+    document_id: str
+    num_blocks: int
+    num_bytes: int
+    num_by_tier: dict[str, int]  # blocks
+    hits: int
+    tokens_saved: int
+    last_use: float  # Unix seconds; 0: not used since the engine's start
+
+
+class DocumentStats(msgspec.Struct, frozen=True, kw_only=True, tag="document_stats"):
+    query_id: str
+    documents: tuple[DocumentUse, ...]  # those of the asked ones that are in the cache
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
@@ -224,5 +273,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     num_output_tokens: int
 
 
-ClientMessage = Hello | Submit | Abort | Probe | GetStats
-EngineMessage = EngineInfo | Delta | Failure | ProbeResult | EngineStats
+ClientMessage = Hello | Submit | Abort | Probe | GetStats | Erase | GetDocumentStats
+EngineMessage = EngineInfo | Delta | Failure | ProbeResult | EngineStats | Erased | DocumentStats

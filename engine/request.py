@@ -6,7 +6,7 @@ from array import array
 from enum import Enum
 
 from engine.prefix_index import Node
-from engine.protocol import PromptAccount, SamplingParams, Submit, unpack_tokens
+from engine.protocol import PromptAccount, SamplingParams, Segment, Submit, unpack_tokens
 from engine.scoped_tokens import ScopedTokens
 
 
@@ -34,6 +34,8 @@ class Request:
         "arrival",
         "awaited_key",
         "block_table",
+        "chooses_order",
+        "document_order",
         "indexable",
         "node",
         "num_bypasses",
@@ -42,12 +44,15 @@ class Request:
         "num_prompt_tokens",
         "num_resets",
         "pending_keys",
+        "pin_top",
         "policy",
         "priority",
         "request_id",
         "sampling",
         "seed",
+        "segments",
         "state",
+        "submitted_segments",
         "tenant_id",
         "token_ids",
         "tokens",
@@ -60,11 +65,15 @@ class Request:
         self.sampling: SamplingParams = submit.sampling
         self.seed = seed if submit.sampling.seed is None else submit.sampling.seed
         self.arrival = arrival
+        self.submitted_segments = submit.segments
+        self.segments = submit.segments  # as they stand in the prompt
+        self.chooses_order = submit.document_order == "cache"
+        self.pin_top = submit.pin_top
+        self.document_order: tuple[int, ...] | None = None  # given positions, if the order was ours to choose
         self.policy = submit.policy
         self.priority = submit.priority
         self.num_bypasses = 0  # times a later request of its tenant went first
-        spans = [(segment.tokens, segment.scope, segment.owner or submit.tenant_id) for segment in submit.segments]
-        self.tokens = ScopedTokens(block_size, spans)
+        self.tokens = ScopedTokens(block_size, self._spans())
         self.token_ids: list[int] = unpack_tokens(bytes(self.tokens.packed))
         self.num_prompt_tokens = len(self.token_ids)
         self.state = RequestState.WAITING
@@ -78,6 +87,19 @@ class Request:
         self.num_indexed_blocks = 0
         self.pending_keys: list[bytes] = []  # keys of full prompt blocks from num_indexed_blocks on
         self.awaited_key: bytes | None = None  # a block that another request is computing right now
+
+    def _spans(self) -> list[tuple[bytes, bytes, str]]:
+        return [(segment.tokens, segment.scope, segment.owner or self.tenant_id) for segment in self.segments]
+
+    @property
+    def document_ids(self) -> list[str]:
+        return [segment.document_id for segment in self.segments if segment.document_id is not None]
+
+    def arrange(self, segments: tuple[Segment, ...], order: tuple[int, ...]) -> None:
+        """The same segments in another order, before anything of the request has been computed."""
+        self.segments, self.document_order = segments, order
+        self.tokens = ScopedTokens(self.tokens.block_size, self._spans())
+        self.token_ids = unpack_tokens(bytes(self.tokens.packed))
 
     @property
     def num_tokens(self) -> int:

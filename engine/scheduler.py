@@ -150,6 +150,7 @@ class Scheduler:
 
     def _admit(self, request: Request, step: _Step) -> bool:
         """Start a request, or park it; False when it has to wait for room, and everyone else with it."""
+        self.manager.arrange_documents(request)
         match = self.manager.get_computed_blocks(request)
         if self.manager.is_awaiting(request, match):
             self.queue.remove(request)

@@ -40,15 +40,7 @@ class ScopedTokens:
             if len(scope) != SCOPE_BYTES:
                 raise InvalidRequestError(f"a scope must have {SCOPE_BYTES} bytes, not {len(scope)}", param="segments")
             self.packed += tokens
-            if self._scopes and self._scopes[-1] == scope:
-                self._end_blocks.pop()
-            elif scope in self._scopes:
-                raise InvalidRequestError("a prompt's scopes may only narrow; one came back", param="segments")
-            else:
-                self._scopes.append(scope)
-            self._end_blocks.append(len(self.packed) // self.stride)
-            if self._owners.setdefault(scope, owner) != owner:
-                raise InvalidRequestError("a scope has two owners", param="segments")
+            self._close_span(scope, owner)
         if not self.packed:
             raise InvalidRequestError("the prompt has no tokens", param="messages")
 
@@ -56,6 +48,27 @@ class ScopedTokens:
     def of(cls, token_ids: Sequence[int], scope: bytes, block_size: int, owner: str = "") -> ScopedTokens:
         """All tokens under one scope."""
         return cls(block_size, [(pack_tokens(token_ids), scope, owner)])
+
+    def extended(self, tokens: bytes, scope: bytes, owner: str) -> ScopedTokens:
+        """A copy with more tokens at its end."""
+        longer = ScopedTokens.__new__(ScopedTokens)
+        longer.block_size, longer.stride = self.block_size, self.stride
+        longer.packed = self.packed + tokens
+        longer._scopes, longer._end_blocks, longer._owners = self._scopes[:], self._end_blocks[:], {**self._owners}
+        longer._close_span(scope, owner)
+        return longer
+
+    def _close_span(self, scope: bytes, owner: str) -> None:
+        """The tokens that were appended last belong to this scope."""
+        if self._scopes and self._scopes[-1] == scope:
+            self._end_blocks.pop()
+        elif scope in self._scopes:
+            raise InvalidRequestError("a prompt's scopes may only narrow; one came back", param="segments")
+        else:
+            self._scopes.append(scope)
+        self._end_blocks.append(len(self.packed) // self.stride)
+        if self._owners.setdefault(scope, owner) != owner:
+            raise InvalidRequestError("a scope has two owners", param="segments")
 
     def __len__(self) -> int:
         """Tokens."""

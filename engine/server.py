@@ -64,6 +64,7 @@ from engine.protocol import (
     Submit,
 )
 from engine.scoped_tokens import SCOPE_BYTES
+
 logger = logging.getLogger(__name__)
 
 SILENCE_LIMIT = 15.0  # seconds without a message (clients say Hello every 3) before a client counts as gone

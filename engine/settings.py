@@ -159,7 +159,7 @@ KNOWN_KEYS = _known_keys()
 def load_settings(
     path: Path | None, environ: Mapping[str, str], overrides: Mapping[str, object] = MappingProxyType({})
 ) -> Settings:
-    """The settings of this process. `overrides` are `section.key` → value, from the command line.
+    """The settings of this process. `overrides` are `section.key` → value or text, from the command line.
 
     Raises ConfigError, which names the key and where it was set.
     """
@@ -167,7 +167,7 @@ def load_settings(
     layers = [
         *([(str(path), _read_toml(path), True)] if path else []),
         ("environment", _read_environ(environ), False),
-        ("command line", dict(overrides), True),
+        ("command line", {key: _from_text(key, value) for key, value in overrides.items()}, False),
     ]
     for source, layer, strict in layers:
         for key, value in layer.items():
@@ -219,9 +219,9 @@ def environ_name(key: str) -> str:
     return PREFIX + key.replace(".", "__").upper()
 
 
-def _from_text(key: str, text: str) -> object:
+def _from_text(key: str, text: object) -> object:
     """An environment variable's value. Lists and tables are JSON; a plain word stays text and is converted by type."""
-    if KNOWN_KEYS.get(key) in (str, Path, Bytes):
+    if not isinstance(text, str) or KNOWN_KEYS.get(key) in (str, Path, Bytes):
         return text
     try:
         return json.loads(text)

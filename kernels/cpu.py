@@ -1,26 +1,30 @@
 """Paged attention on the CPU with torch's own products; `kernels.reference` says what it computes.
 
-    per sequence:   block_table ─► gather its K and V into the workspace ─► one of three products
-                                   [num_keys, num_kv_heads, head_dim] each
-
-                    one new token                            `_decode`    two small matrix products
-                    several new tokens                       `_prefill`   SDPA over runs of rows
-                    several, with a soft cap or with sinks   `_explicit`  matrix products over runs of rows
+    per sequence:   block_table ─► gather its K and V into the workspace ─► products over runs of query rows
+                                   [num_keys, num_kv_heads, head_dim] each      `_fused`: torch's SDPA
+                                                                                `_explicit`: with a soft cap or sinks
 
 The query heads of a group are folded into rows, so that a key is read once for its whole group: row r·group + g of KV
 head h is query row r of head h·group + g.
 
 Rules:
  - A sequence's result depends on that sequence alone: the batch around it changes no bit. This is why sequences are
-   computed one after the other. One padded batch was as fast, not faster (SDPA is bound by its arithmetic here), its
-   padding has to be cleared of whatever the slots hold, and its shape is the batch's.
+   computed one after the other, and it is the faster way at long contexts: one sequence's K and V stay in the
+   processor's cache between gather and product, a padded batch's do not (8 sequences of 1,800 keys: batched takes 1.2
+   times as long in bf16, 1.9 times in fp32). At 100 keys a batch takes 0.6 of the time.
  - No slot outside [first, seq_len) is part of a product. The gather copies whole blocks, the views cut them.
- - The workspace holds one sequence's K and V of one layer: it stays in the processor's cache, where a gathered batch
-   does not, and is reused by every layer. It is the kernel's own state: one instance belongs to one thread.
+ - The workspace holds one sequence's K and V of one layer, and is reused by every layer. It is the kernel's own
+   state: one instance belongs to one thread.
 
-A block's slots of one layer are contiguous, two blocks' are not (the other layers lie between), so even neighbouring
-blocks cannot be read as one matrix without the gather. Products block by block without it took twice the time of
-gather and product together.
+Alternatives measured and rejected:
+ - bf16 matrix products (torch.bmm) for one new token: half of SDPA's time when a shape repeats. But a sequence that
+   grows has a new shape each step, and oneDNN compiles for each one: milliseconds a step; at 100 keys three times
+   SDPA's time even without that. And their scores are rounded to bf16.
+ - No gather where blocks are neighbours: a block's slots of one layer are contiguous, two blocks' are not (the other
+   layers lie between), so the product goes block by block, and takes twice the time of gather and product.
+ - SDPA with `enable_gqa`: it repeats K and V for each head of a group; four times the time for one new token.
+ - `is_causal`: it aligns top-left, so the cached part has to be merged in by its log-sum. The explicit mask of a run
+   costs 2% and was never slower than that.
 """
 
 from __future__ import annotations
@@ -34,8 +38,8 @@ from kernels import reference
 from kernels.metadata import AttentionMetadata
 from kernels.reference import SlotCopy, first_visible_key
 
-# Query rows (before the fold) that are taken together in prefill. Fewer rows skip more of the keys above the
-# diagonal, more rows fill the products better; 64 was best or equal from 40 to 512 new tokens.
+# Query rows (before the fold) that are taken together. Fewer rows skip more of the keys above the diagonal, more
+# rows fill the products better; 64 was best or equal from 40 to 512 new tokens.
 _ROWS = 64
 
 
@@ -75,7 +79,7 @@ class CpuAttention:
         num_kv_heads = kv_cache.shape[4]
         grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
         output = torch.empty_like(grouped, memory_format=torch.contiguous_format)
-        sink_logits = None if sinks is None else sinks.to(_accumulator(query.dtype)).view(num_kv_heads, -1)
+        sink_logits = None if sinks is None else sinks.view(num_kv_heads, -1)
         start = 0
         for index, query_len in enumerate(metadata.host_query_lens):
             rows = slice(start, start + query_len)
@@ -85,10 +89,8 @@ class CpuAttention:
             seq_len = metadata.host_seq_lens[index]
             first = first_visible_key(seq_len - query_len, sliding_window)
             key, value = self._gather(kv_cache, layer, metadata.block_table[index], first, seq_len)
-            if query_len == 1:
-                output[rows] = _decode(grouped[rows], key, value, scale, soft_cap, sink_logits)
-            elif soft_cap is None and sink_logits is None:
-                _prefill(grouped[rows], key, value, output[rows], scale, sliding_window)
+            if soft_cap is None and sink_logits is None:
+                _fused(grouped[rows], key, value, output[rows], scale, sliding_window)
             else:
                 _explicit(grouped[rows], key, value, output[rows], scale, sliding_window, soft_cap, sink_logits)
         return output.view(num_tokens, num_heads, head_dim)
@@ -123,37 +125,7 @@ class CpuAttention:
         return self._workspace[:size].view(shape)
 
 
-def _decode(
-    query: torch.Tensor,  # [1, num_kv_heads, group, head_dim]
-    key: torch.Tensor,  # [num_kv_heads, num_keys, head_dim], exactly the keys that the token sees
-    value: torch.Tensor,
-    scale: float,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,  # [num_kv_heads, group]
-) -> torch.Tensor:
-    """One new token, [1, num_kv_heads, group, head_dim]. Needs no mask."""
-    rows = query[0].to(key.dtype)
-    scores = _decode_scores(rows, key).mul_(scale)  # [num_kv_heads, group, num_keys]
-    logits = None if sinks is None else sinks.unsqueeze(-1)
-    return torch.bmm(_softmax(scores, soft_cap, logits).to(value.dtype), value).unsqueeze(0)
-
-
-def _decode_scores(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """rows · key, [num_kv_heads, group, num_keys], to fp32 precision for bf16 too.
-
-    torch's bf16 product rounds what it has summed in fp32 to bf16: a score of 30 may be off by 1/16. The second
-    product computes the same sum again, less the rounded one, before it rounds: the remainder. Both together take
-    0.6 of what SDPA takes for so few rows. The keys stand on the left: a bf16 product repacks its right side.
-    """
-    if key.dtype != torch.bfloat16:
-        return torch.bmm(rows, key.transpose(1, 2))
-    right = rows.transpose(1, 2)
-    rounded = torch.bmm(key, right)  # [num_kv_heads, num_keys, group]
-    remainder = torch.baddbmm(rounded, key, right, beta=-1)
-    return rounded.transpose(1, 2).float().add_(remainder.transpose(1, 2))
-
-
-def _prefill(
+def _fused(
     query: torch.Tensor,  # [num_rows, num_kv_heads, group, head_dim]
     key: torch.Tensor,  # [num_kv_heads, num_keys, head_dim]; the last row's own key is the last
     value: torch.Tensor,
@@ -161,15 +133,12 @@ def _prefill(
     scale: float,
     sliding_window: int | None,
 ) -> None:
-    """SDPA, a run of rows at a time over the keys that the run sees.
-
-    `is_causal` aligns top-left, so it would do for the new tokens alone, and a cached part would have to be merged by
-    its log-sum; the explicit mask of a run costs 2% and was never slower than that.
-    """
     group = query.shape[2]
     for start, end, keys in _runs(query.shape[0], key.shape[1], sliding_window):
-        mask = _unseen(end - start, keys.stop - keys.start, sliding_window)
-        bias = torch.zeros(mask.shape, dtype=key.dtype).masked_fill_(mask, -torch.inf).repeat_interleave(group, 0)
+        bias = None  # a single row sees every key of its run
+        if end - start > 1:
+            mask = _unseen(end - start, keys.stop - keys.start, sliding_window)
+            bias = torch.zeros(mask.shape, dtype=key.dtype).masked_fill_(mask, -torch.inf).repeat_interleave(group, 0)
         rows = _fold(query[start:end]).to(key.dtype)
         attended = F.scaled_dot_product_attention(
             rows.unsqueeze(0), key[None, :, keys], value[None, :, keys], attn_mask=bias, scale=scale
@@ -187,28 +156,27 @@ def _explicit(
     soft_cap: float | None,
     sinks: torch.Tensor | None,  # [num_kv_heads, group]
 ) -> None:
-    """As `_prefill`, for what SDPA cannot do. In fp32: a bf16 product is too coarse for scores (`_decode_scores`)."""
+    """As `_fused`, for what SDPA cannot do. In fp32: a bf16 product rounds its scores, a score of 30 by up to 1/16."""
     group = query.shape[2]
-    dtype = _accumulator(query.dtype)
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     key, value = key.to(dtype), value.to(dtype)
     for start, end, keys in _runs(query.shape[0], key.shape[1], sliding_window):
         mask = _unseen(end - start, keys.stop - keys.start, sliding_window).repeat_interleave(group, 0)
         scores = torch.bmm(_fold(query[start:end]).to(dtype), key[:, keys].transpose(1, 2)).mul_(scale)
-        logits = None if sinks is None else sinks.repeat(1, end - start).unsqueeze(-1)
-        weights = _softmax(scores, soft_cap, logits, mask)
+        logits = None if sinks is None else sinks.to(dtype).repeat(1, end - start).unsqueeze(-1)
+        weights = _softmax(scores, mask, soft_cap, logits)
         output[start:end] = _unfold(torch.bmm(weights, value[:, keys]), group)
 
 
 def _softmax(
     scores: torch.Tensor,  # [num_kv_heads, num_rows, num_keys], overwritten
+    mask: torch.Tensor,  # [num_rows, num_keys], True where unseen
     soft_cap: float | None,
     sinks: torch.Tensor | None,  # [num_kv_heads, num_rows, 1]
-    mask: torch.Tensor | None = None,  # [num_rows, num_keys], True where unseen
 ) -> torch.Tensor:
     if soft_cap is not None:
         scores.div_(soft_cap).tanh_().mul_(soft_cap)
-    if mask is not None:
-        scores.masked_fill_(mask, -torch.inf)
+    scores.masked_fill_(mask, -torch.inf)
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
@@ -249,7 +217,3 @@ def _unfold(rows: torch.Tensor, group: int) -> torch.Tensor:
     """The inverse of `_fold`."""
     num_kv_heads, _, head_dim = rows.shape
     return rows.view(num_kv_heads, -1, group, head_dim).transpose(0, 1)
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,6 +1,6 @@
 """Faults that users of such systems reported in public, on the block manager and the index, and the right behaviour.
 
-Each docstring names the report (repository#thread). What needs HTTP is in tests/e2e.
+Each docstring names the report (repository#thread). What needs HTTP is in test_over_http.py.
 """
 
 from __future__ import annotations

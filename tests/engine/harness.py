@@ -79,6 +79,7 @@ class Harness:
         self.engine = LLMEngine(engine_info(num_blocks, block_size, num_blocks * block_size), settings, self.runner)
         self.texts: dict[str, str] = {}
         self.accounts: dict[str, PromptAccount] = {}
+        self.orders: dict[str, tuple[int, ...] | None] = {}
         self.finished: dict[str, str] = {}
         self.failures: dict[str, Failure] = {}
         self._names = 0
@@ -133,6 +134,7 @@ class Harness:
             if message.account is not None:
                 assert message.request_id not in self.accounts, "an account came twice"
                 self.accounts[message.request_id] = message.account
+                self.orders[message.request_id] = message.document_order
             if message.finish_reason is not None:
                 self.finished[message.request_id] = message.finish_reason
         self.runner.poison(self.manager.pool.free_list)

@@ -124,6 +124,32 @@ def test_an_evicted_prompt_is_computed_again_and_says_so() -> None:
     assert harness.tokens_of(name) == expect(list(range(20)), 2)
 
 
+def documents_of(order: list[int], name: str) -> Submit:
+    texts = {
+        number: Segment.of(SegmentKind.DOCUMENT, range(20 * number, 20 * number + 9), SCOPE_A, f"d{number}")
+        for number in order
+    }
+    segments = (
+        Segment.of(SegmentKind.SYSTEM, [7] * 5, SCOPE_A),
+        *(texts[number] for number in order),
+        Segment.of(SegmentKind.QUESTION, [200, 201], SCOPE_A),
+    )
+    sampling = SamplingParams(max_tokens=3, temperature=0.0)
+    return Submit(request_id=name, tenant_id="t", segments=segments, sampling=sampling, document_order="cache")
+
+
+def test_documents_in_another_order_are_found_when_the_order_is_ours() -> None:
+    harness = Harness()
+    harness.engine.add_request(documents_of([3, 1, 2], "first"))
+    harness.engine.add_request(documents_of([2, 3, 1], "second"))
+    harness.run()
+    assert harness.accounts["second"].num_cached_tokens >= 5 + 27
+    assert (harness.orders["first"], harness.orders["second"]) == ((1, 2, 0), (2, 0, 1))
+    assert harness.tokens_of("first") == harness.tokens_of("second")
+    prompt = [7] * 5 + [20 * n + i for n in (1, 2, 3) for i in range(9)] + [200, 201]
+    assert harness.tokens_of("first") == expect(prompt, 3)
+
+
 # ---------------------------------------------------------------------- the end of a request
 
 

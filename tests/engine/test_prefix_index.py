@@ -262,6 +262,13 @@ class IndexMachine(RuleBasedStateMachine):
             assert source.tokens[: start + found.partial_tokens] == tuple(tokens[: start + found.partial_tokens])
             assert source.scopes[-1] in sequence.scopes_up_to(len(expected))
 
+    @rule(data=st.data())
+    def going_on_from_a_match_is_the_match_of_the_whole(self, data: st.DataObject) -> None:
+        sequence, tokens = self.draw_sequence(data)
+        cut = data.draw(st.integers(0, len(tokens)))
+        whole = self.index.match_prefix(sequence, len(tokens))
+        assert self.index.extend_match(self.index.match_prefix(sequence, cut), sequence, len(tokens)) == whole
+
     def best_partial(self, sequence: ScopedTokens, tokens: list[int], limit: int, block: int) -> int:
         if limit <= block * BLOCK:
             return 0

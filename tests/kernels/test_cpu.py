@@ -73,10 +73,11 @@ def test_prefill_in_runs_has_no_seam(new: int, cached: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("name", ["large_scores", "soft_cap_large_scores"])
-def test_bf16_decode_scores_are_not_rounded_to_bf16(name: str) -> None:
+def test_scores_of_bf16_are_not_rounded_to_bf16(name: str) -> None:
     """A score of 30 rounded to bf16 is off by up to 1/16, its weight by 6%: greedy tokens flip between the paths."""
-    for seed in range(20):
-        _check(replace(SHAPES[name], dtype=torch.bfloat16, seed=seed, lengths=((200, 1),), head_dim=64, block_size=16))
+    shape = replace(SHAPES[name], dtype=torch.bfloat16, lengths=((200, 1), (90, 7)), head_dim=64, block_size=16)
+    for seed in range(10):
+        _check(replace(shape, seed=seed))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,0 +1,173 @@
+"""The command `radixgate`: serve, demo, doctor, key, version.
+
+Settings come in the same order everywhere: defaults, the TOML file, the environment, flags. Exit codes: 0 done or
+stopped on request, 2 the settings or the model cannot be used, 1 everything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from engine.errors import ConfigError, RadixgateError
+from engine.settings import Settings, load_settings
+from gateway.auth import hash_api_key, load_or_create_secret, new_api_key
+from gateway.demo import run_demo
+from gateway.doctor import run_doctor
+from gateway.first_run import demo_key_path, with_demo_tenant
+from gateway.supervisor import Supervisor, local_url
+
+DEFAULT_CONFIG = Path("radixgate.toml")
+EXIT_UNUSABLE = 2
+# Flags that are settings: flag, key, what it means.
+SETTING_FLAGS = (
+    ("--host", "server.host", "address to listen on"),
+    ("--port", "server.port", "port to listen on"),
+    ("--data-dir", "store.data_dir", "where models, store, secret and keys are kept"),
+    ("--model", "model.path", '"embedded", a local directory, a .gguf file, or a hub id'),
+    ("--device", "engine.device", "auto, cpu, cuda, cuda:N"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        return command(arguments)
+    except ConfigError as error:
+        print(f"radixgate: {error.message}", file=sys.stderr)
+        return EXIT_UNUSABLE
+    except RadixgateError as error:
+        print(f"radixgate: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="radixgate", description="A prefix-caching gateway for RAG chat, with its own paged inference engine."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="start store, engine and gateway")
+    _add_setting_flags(serve)
+    serve.set_defaults(command=_serve)
+
+    demo = commands.add_parser("demo", help="ask over a few documents, again, and something else; show what was cached")
+    _add_setting_flags(demo)
+    demo.add_argument("--base-url", help="a running server, with /v1; without it the demo starts one of its own")
+    demo.add_argument("--api-key", help="for --base-url; without it the demo key of the data directory")
+    demo.add_argument("--json", action="store_true", help="one JSON object a request")
+    demo.set_defaults(command=_demo)
+
+    doctor = commands.add_parser("doctor", help="check that this machine can serve, and say what to do if not")
+    _add_setting_flags(doctor)
+    doctor.add_argument("--json", action="store_true", help="a JSON list of the checks")
+    doctor.set_defaults(command=_doctor)
+
+    key = commands.add_parser("key", help="make an API key, and the hash that goes into the settings")
+    _add_setting_flags(key)
+    key.set_defaults(command=_key)
+
+    commands.add_parser("version", help="print the version").set_defaults(command=_version)
+    return parser
+
+
+def _add_setting_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, help=f"TOML settings (default: ./{DEFAULT_CONFIG} if it is there)")
+    for flag, key, meaning in SETTING_FLAGS:
+        parser.add_argument(flag, dest=key, metavar="VALUE", help=f"{meaning} (setting {key})")
+    parser.add_argument("--set", dest="settings", metavar="KEY=VALUE", action="append", default=[], help="any setting")
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """The settings of a command line. Raises ConfigError."""
+    overrides: dict[str, object] = {}
+    for _, key, _ in SETTING_FLAGS:
+        if (value := getattr(arguments, key)) is not None:
+            overrides[key] = value
+    for assignment in arguments.settings:
+        key, _, value = str(assignment).partition("=")
+        overrides[key] = value
+    config: Path | None = arguments.config
+    if config is None and DEFAULT_CONFIG.is_file():
+        config = DEFAULT_CONFIG
+    return load_settings(config, os.environ, overrides)
+
+
+# ---------------------------------------------------------------- commands
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    settings = settings_of(arguments)
+    logging.basicConfig(level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    configured = bool(settings.tenants)
+    settings = with_demo_tenant(settings)
+    print(f"radixgate {_version_text()}: starting; the first start converts the model, which takes a minute or two")
+
+    def on_ready(model: str) -> None:
+        print(_banner(settings, model, None if configured else demo_key_path(settings.store.data_dir)), flush=True)
+
+    return asyncio.run(Supervisor(settings, on_ready=on_ready).run())
+
+
+def _banner(settings: Settings, model: str, demo_key: Path | None) -> str:
+    base_url = f"{local_url(settings)}/v1"
+    key = f"$(cat '{demo_key}')" if demo_key is not None else "YOUR-API-KEY"
+    question = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    return "\n".join(
+        [
+            "",
+            f"radixgate is ready at {base_url}, serving {model}",
+            "",
+            f"  curl {base_url}/chat/completions \\",
+            f'    -H "Authorization: Bearer {key}" \\',
+            "    -H 'Content-Type: application/json' \\",
+            f"    -d '{question}'",
+            "",
+            "Ctrl-C drains and stops.",
+        ]
+    )
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    return run_demo(
+        settings_of(arguments), base_url=arguments.base_url, api_key=arguments.api_key, as_json=arguments.json
+    )
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    return run_doctor(settings_of(arguments), as_json=arguments.json)
+
+
+def _key(arguments: argparse.Namespace) -> int:
+    settings = settings_of(arguments)
+    secret = load_or_create_secret(settings.security.secret, settings.store.data_dir)
+    key = new_api_key()
+    print(f"key   {key}     (give it to the tenant; it is not kept here)")
+    print(f"hash  {hash_api_key(secret, key)}     (into the tenant's key_hashes)")
+    return 0
+
+
+def _version(_: argparse.Namespace) -> int:
+    print(f"radixgate {_version_text()}")
+    return 0
+
+
+def _version_text() -> str:
+    try:
+        return metadata.version("radixgate")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,273 @@
+"""`radixgate serve`: store, engine and gateway as children, from the first start to the last exit code.
+
+    start     lock the data directory ─► store ─► engine + gateway ─► GET /readyz until 200 ─► on_ready
+    run       a child's death is reported with its last lines, and the child is started again
+    stop      SIGTERM, SIGINT: gateway (drains) ─► engine (drains) ─► store ─► exit 0; a second one ends the drains
+
+Who dies, and what then:
+    before the first /readyz    everything stops, the exit code is the child's (2: settings or model unusable, else 1):
+                                what cannot start will not start by trying again
+    engine                      restarted; meanwhile the gateway answers 503 with retry-after, and reconnects by itself
+    store                       restarted with its data; the gateway serves on without it
+    gateway                     restarted: it holds nothing that its clients' retries do not bring back
+    any of them, MAX_DEATHS     everything stops, exit 1: the machine's own service manager decides then
+      times in DEATH_WINDOW
+    the supervisor, kill -9     the kernel ends the children (gateway/child.py)
+
+Children get the whole settings as environment variables, so that all four processes run with the same ones. The
+engine gets no secret and no tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.settings import PREFIX, SecuritySettings, Settings, StoreSettings, runtime_dir, settings_environ
+from gateway.child import ChildProcess, LineSink, print_line
+from gateway.store import EmbeddedStore
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS = 5
+DEATH_WINDOW = 600.0  # seconds
+BACKOFF = (0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before the first, second, … restart within the window
+POLL_SECONDS = 1.0
+READYZ_TIMEOUT = 15.0
+GRACE_SECONDS = 10.0  # that a child may take to stop after its drain
+EXIT_FAILED = 1
+
+PACKAGE_ROOT = Path(__file__).resolve().parent.parent
+
+
+class Supervisor:
+    """Runs one instance. `on_ready` is called once, with the name of the model that is served."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        on_ready: Callable[[str], None],
+        on_line: LineSink = print_line,
+        engine_command: Sequence[str] = (sys.executable, "-m", "engine"),
+        gateway_command: Sequence[str] = (sys.executable, "-m", "gateway.server"),
+    ) -> None:
+        self._settings = settings
+        self._on_ready = on_ready
+        self._on_line = on_line
+        self._commands = {"engine": engine_command, "gateway": gateway_command}
+        self._store: EmbeddedStore | None = None
+        self.children: dict[str, ChildProcess] = {}
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._deaths: dict[str, deque[float]] = {}
+        self._stop_requests = 0
+        self._stopped = asyncio.Event()
+        self._ready = False
+        self._exit_code = 0
+
+    async def run(self) -> int:
+        """Serves until it is told to stop, or cannot go on. Returns the exit code."""
+        with _locked(self._settings.store.data_dir), self._signals():
+            try:
+                await self._start()
+                await self._until_stopped()
+            finally:
+                await self._stop()
+        return self._exit_code
+
+    def stop(self) -> None:
+        """What SIGTERM does."""
+        self._stop_requests += 1
+        self._stopped.set()
+        if self._stop_requests > 1:
+            for name in ("gateway", "engine"):
+                if name in self.children:
+                    self.children[name].signal(signal.SIGTERM)
+
+    # ------------------------------------------------------------ start
+
+    async def _start(self) -> None:
+        require_free_port(self._settings.server.host, self._settings.server.port)
+        if not self._settings.store.url:
+            await self._start_store()
+        for name in ("engine", "gateway"):
+            await self._spawn(name)
+        self._watch(self._await_readiness())
+
+    async def _start_store(self) -> None:
+        store = EmbeddedStore(self._settings.store.data_dir, self._settings.store.port, on_line=self._on_line)
+        await store.start()
+        assert store.child is not None, "a store that was started has a process"
+        self._store = store
+        self.children["store"] = store.child
+        self._watch(self._await_death("store"))
+
+    async def _spawn(self, name: str) -> None:
+        child = ChildProcess(name, self._commands[name], self._environ(name), on_line=self._on_line)
+        await child.start()
+        self.children[name] = child
+        self._watch(self._await_death(name))
+
+    def _environ(self, name: str) -> dict[str, str]:
+        settings = self._settings
+        if self._store is not None:
+            store = StoreSettings(data_dir=settings.store.data_dir, url=self._store.url, port=settings.store.port)
+            settings = msgspec.structs.replace(settings, store=store)
+        if name == "engine":
+            settings = msgspec.structs.replace(settings, security=SecuritySettings(), tenants=())
+        return child_environ(os.environ, settings)
+
+    async def _await_readiness(self) -> None:
+        url = f"{local_url(self._settings)}/readyz"
+        while not self._stop_requests:
+            if (model := await asyncio.to_thread(ready_model, url)) is not None:
+                self._ready = True
+                self._on_ready(model)
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+    # ------------------------------------------------------------ run
+
+    def _watch(self, work: Coroutine[None, None, None]) -> None:
+        self._watchers.add(asyncio.ensure_future(work))
+
+    async def _await_death(self, name: str) -> None:
+        code = await self.children[name].wait()
+        if not self._stop_requests:
+            await self._handle_death(name, code)
+
+    async def _handle_death(self, name: str, code: int) -> None:
+        report = self.children[name].report()
+        if not self._ready:
+            self._give_up(f"{report}\nradixgate cannot start", code if code > 0 else EXIT_FAILED)
+            return
+        deaths = self._deaths.setdefault(name, deque())
+        now = time.monotonic()
+        deaths.append(now)
+        while now - deaths[0] > DEATH_WINDOW:
+            deaths.popleft()
+        if len(deaths) >= MAX_DEATHS:
+            self._give_up(f"{report}\n{name} died {len(deaths)} times in {DEATH_WINDOW:.0f} s", EXIT_FAILED)
+            return
+        pause = BACKOFF[min(len(deaths), len(BACKOFF)) - 1]
+        self._report(f"{report}\n{name} is started again in {pause:.1f} s")
+        await asyncio.sleep(pause)
+        if self._stop_requests:
+            return
+        if name == "store":
+            await self._start_store()
+        else:
+            await self._spawn(name)
+
+    async def _until_stopped(self) -> None:
+        """Returns when told to stop; raises what a watcher raised."""
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        while not stopped.done():
+            done, _ = await asyncio.wait([stopped, *self._watchers], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stopped}:
+                self._watchers.discard(task)
+                task.result()
+
+    def _give_up(self, why: str, exit_code: int) -> None:
+        self._report(why)
+        self._exit_code = exit_code
+        self._stop_requests += 1
+        self._stopped.set()
+
+    def _report(self, text: str) -> None:
+        for line in text.splitlines():
+            self._on_line("serve", line)
+
+    # ------------------------------------------------------------ stop
+
+    async def _stop(self) -> None:
+        """In the order of the requests' way, so that each drains while what it needs still runs."""
+        seconds = self._settings.server.drain_seconds + GRACE_SECONDS
+        self._stop_requests = max(self._stop_requests, 1)
+        for name in ("gateway", "engine", "store"):
+            if name in self.children:
+                await self.children[name].stop(seconds)
+        for task in self._watchers:
+            task.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+    @contextmanager
+    def _signals(self) -> Generator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+# ---------------------------------------------------------------- what it stands on
+
+
+def child_environ(environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
+    """The parent's environment with exactly these settings, and with this code first on Python's path."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
+    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), environ.get("PYTHONPATH", "")]))
+    return {**kept, **settings_environ(settings), "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def local_url(settings: Settings) -> str:
+    """The gateway as this machine reaches it."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.server.host, settings.server.host)
+    return f"http://[{host}]:{settings.server.port}" if ":" in host else f"http://{host}:{settings.server.port}"
+
+
+def ready_model(readyz_url: str) -> str | None:
+    """The served model's name once /readyz says 200, else None."""
+    try:
+        with urllib.request.urlopen(readyz_url, timeout=READYZ_TIMEOUT) as response:
+            body = msgspec.json.decode(response.read(), type=dict[str, object])
+    except (urllib.error.URLError, ConnectionError, TimeoutError, msgspec.DecodeError):
+        return None
+    return str(body.get("model") or "")
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raises ConfigError while there is still nothing to stop."""
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; see --port", param="server.port"
+        ) from error
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.create_server((host, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _locked(data_dir: Path) -> Generator[None]:
+    """One instance a data directory. The kernel lets go of the lock when the process ends, however it ends."""
+    path = runtime_dir(data_dir) / "serve.lock"
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another `radixgate serve` runs on {data_dir}", param="store.data_dir") from None
+        yield

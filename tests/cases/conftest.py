@@ -1,0 +1,73 @@
+"""The whole product but the model: HTTP, gateway, zmq, engine server, scheduler, cache, over the fake device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import pytest
+
+from engine.client import EngineClient
+from engine.engine import LLMEngine
+from engine.protocol import EngineStats
+from engine.server import EngineServer
+from engine.settings import EngineSettings
+from tests.engine.fake_runner import FakeRunner
+from tests.engine.harness import engine_info
+from tests.gateway.byte_tokenizer import byte_tokenizer
+from tests.gateway.chat_templates import CHATML, SPECIAL_TOKENS
+from tests.gateway.conftest import RunningGateway, run_gateway_thread
+from tests.gateway.fake_engine import FakeEngine
+
+NUM_BLOCKS = 512
+BLOCK_SIZE = 16
+MODEL = "fake"
+
+
+@dataclass
+class Stack:
+    gateway: RunningGateway
+    engine: LLMEngine
+    runner: FakeRunner
+    server: EngineServer
+
+    def stats(self) -> EngineStats:
+        """Read from the test's thread: only while the engine is idle."""
+        return self.engine.stats()
+
+    def wait_idle(self) -> EngineStats:
+        self.gateway.wait_until(lambda: not self.engine.has_work())
+        return self.stats()
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    """A gateway with tenants alice, bob, and (in one cache group) carol and dave."""
+    tokenizer = byte_tokenizer()
+    info = msgspec.structs.replace(
+        engine_info(NUM_BLOCKS, BLOCK_SIZE, 4096),
+        tokenizer_json=tokenizer.to_str().encode(),
+        vocab_size=tokenizer.get_vocab_size(),
+        eos_token_ids=(tokenizer.token_to_id("<|im_end|>"),),
+        chat_template=CHATML,
+        special_tokens=SPECIAL_TOKENS,
+    )
+    runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, vocab_size=256)  # bytes only: it never ends by itself
+    settings = EngineSettings(max_num_seqs=16, max_num_batched_tokens=512, prefill_chunk_size=128)
+    engine = LLMEngine(info, settings, runner)
+    server = EngineServer(engine, f"ipc://{tmp_path}/engine.sock", drain_seconds=0)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        client = EngineClient(server.endpoint)
+        for gateway in run_gateway_thread(cast("FakeEngine", client)):
+            gateway.wait_until(lambda: client.info is not None)
+            yield Stack(gateway, engine, runner, server)
+    finally:
+        server.stop()
+        thread.join(20)
+        assert not thread.is_alive()
