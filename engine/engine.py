@@ -37,6 +37,7 @@ from engine.errors import (
 )
 from engine.kv_cache_manager import KVCacheManager
 from engine.output_stream import OutputStream
+from engine.prefill_speed import PrefillSpeed
 from engine.protocol import Delta, EngineInfo, EngineStats, Failure, Submit
 from engine.request import Request
 from engine.sampler import NonFiniteLogitsError
@@ -81,6 +82,7 @@ class LLMEngine:
         self.runner = runner
         self._tokenizer: Tokenizer = Tokenizer.from_str(info.tokenizer_json.decode())
         self._counters = Counters()
+        self._speed = PrefillSpeed()
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, OutputStream] = {}
         self._arrivals = 0
@@ -171,7 +173,9 @@ class LLMEngine:
             return self._reset_cache(InvariantError(stalled)) if self._requests else []
         self._counters.num_steps += 1
         try:
+            started = time.monotonic()
             tokens = self.runner.execute(output)
+            self._speed.note(output, time.monotonic() - started)
         except NonFiniteLogitsError as error:
             return self._fail_rows(output, error)
         except Exception as error:  # noqa: BLE001  whatever it was, the other requests go on
@@ -284,6 +288,9 @@ class LLMEngine:
             num_active_blocks=blocks.active,
             num_waiting=self.scheduler.num_waiting,
             num_running=len(self.scheduler.running),
+            prefill_tokens_per_second=self._speed.tokens_per_second,
+            owners=manager.index.order.uses(),
+            ledger=manager.index.order.ledger_lines(),
             **{name: getattr(counters, name) for name in Counters.__dataclass_fields__},
         )
 

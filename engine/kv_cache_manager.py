@@ -134,7 +134,7 @@ class KVCacheManager:
             self._announce(request)
         if request.account is None:
             request.account = self._account(request, match)
-            self.popularity.note(request.document_ids)
+            self.popularity.note(request.tenant_id, request.document_ids)
         return copy
 
     def _copy_on_write(self, request: Request, source: int, num_slots: int) -> BlockCopy | None:

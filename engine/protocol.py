@@ -249,6 +249,24 @@ class DocumentStats(msgspec.Struct, frozen=True, kw_only=True, tag="document_sta
     documents: tuple[DocumentUse, ...]  # those of the asked ones that are in the cache
 
 
+class OwnerUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What an owner (a tenant, a cache group, the public) has in the cache now."""
+
+    owner: str
+    num_blocks: int
+    floor_blocks: int
+    quota_blocks: int | None
+
+
+class EvictionLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the eviction ledger: so many blocks of one owner went, from a tier, by another's pressure."""
+
+    owner: str
+    pressed_by: str
+    num_blocks: int
+    tier: str = "device"
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Counts since the engine's start, and its state now."""
 
@@ -271,6 +289,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     num_cached_tokens: int
     num_computed_tokens: int  # prefill + decode, as run on the device, recomputation included
     num_output_tokens: int
+    prefill_tokens_per_second: float = 0.0  # measured on this engine, lately; 0: nothing was computed yet
+    owners: tuple[OwnerUse, ...] = ()
+    ledger: tuple[EvictionLine, ...] = ()
 
 
 ClientMessage = Hello | Submit | Abort | Probe | GetStats | Erase | GetDocumentStats

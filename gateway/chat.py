@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from litestar import Request, post
@@ -12,16 +12,21 @@ from litestar.datastructures import State
 from litestar.exceptions import InternalServerException
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp
+from msgspec.structs import replace
 
 from engine.errors import InvalidRequestError, ModelNotFoundError, ShuttingDownError
 from engine.protocol import SamplingParams, Segment, Submit
+from gateway.cache_report import Outline, PromptHistory, ReportRequest
 from gateway.chat_request import ChatRequest, parse_chat_request
 from gateway.chat_response import ChatCompletionResponse, CompletionHeader
 from gateway.drain import Drain
 from gateway.engine_port import Engine
+from gateway.metering import Attempt, Metering
+from gateway.prompt import Message
+from gateway.prompt_scopes import PromptScopes
 from gateway.request_context import request_context
 from gateway.served_model import ServedModels, num_tokens
-from gateway.tenants import Tenant, narrow_scope
+from gateway.tenants import Caller, Tenant, TenantDirectory
 
 # Spreads the seeds of parallel choices; any odd number with well-mixed bits does.
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -29,21 +34,35 @@ _SEED_LIMIT = 1 << 63
 
 
 class ChatCompletions:
-    def __init__(self, engine: Engine, models: ServedModels, drain: Drain, max_choices: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        models: ServedModels,
+        drain: Drain,
+        tenants: TenantDirectory,
+        metering: Metering,
+        max_choices: int,
+    ) -> None:
         self._engine = engine
         self._models = models
         self._drain = drain
+        self._tenants = tenants
+        self._metering = metering
         self._max_choices = max_choices
+        self._history = PromptHistory()
 
-    async def respond(self, raw: bytes, content_type: str, tenant: Tenant) -> ChatCompletionResponse:
+    async def respond(self, raw: bytes, headers: Mapping[str, str], caller: Caller) -> ChatCompletionResponse:
         """Raises whatever can be known to be wrong before the engine is asked."""
         if self._drain.draining:
             raise ShuttingDownError("The server is shutting down.")
-        request = parse_chat_request(raw, content_type, self._max_choices)
+        request = parse_chat_request(raw, headers.get("content-type", ""), self._max_choices)
         model = await self._models.current()
         if request.body.model != model.info.model:
             raise ModelNotFoundError(f"The model `{request.body.model[:200]}` does not exist.", param="model")
-        segments = await model.build_prompt(request, narrow_scope(tenant.scope, request.narrowing))
+        request = self._with_published_prompt(request)
+        published = self._tenants.published
+        scopes = PromptScopes.of_request(self._tenants.secret, caller.tenant, request.narrowing, published)
+        segments = await model.build_prompt(request, scopes)
         max_tokens = model.max_tokens(request, num_tokens(segments))
         if request.body.min_tokens > max_tokens:
             raise InvalidRequestError(
@@ -55,22 +74,53 @@ class ChatCompletions:
             model=model.info.model,
             system_fingerprint=f"fp_{model.info.fingerprint[:16]}",
         )
+        attempt = Attempt(
+            caller=caller,
+            request_id=header.id,
+            model=header.model,
+            num_prompt_tokens=num_tokens(segments),
+            max_output_tokens=max_tokens * request.body.n,
+            is_retry=headers.get("x-stainless-retry-count", "0") not in ("", "0"),
+            digest=Attempt.digest_of(raw),
+        )
         return ChatCompletionResponse(
             header,
-            _submits(request, segments, tenant, header.id, max_tokens),
+            _submits(request, segments, caller.tenant, header.id, max_tokens),
             self._engine,
             self._drain,
+            self._metering,
+            attempt,
             stream=request.body.stream,
             include_usage=request.include_usage,
+            report=self._report(request, segments, headers, caller.tenant),
         )
+
+    def _with_published_prompt(self, request: ChatRequest) -> ChatRequest:
+        """`system_prompt_id` stands for a system message at the head."""
+        wanted = request.body.system_prompt_id
+        if wanted is None:
+            return request
+        prompt = self._tenants.published.prompts.get(wanted)
+        if prompt is None:
+            raise InvalidRequestError(f"There is no published prompt `{wanted}`.", param="system_prompt_id")
+        return replace(request, messages=(Message("system", prompt.text), *request.messages))
+
+    def _report(
+        self, request: ChatRequest, segments: tuple[Segment, ...], headers: Mapping[str, str], tenant: Tenant
+    ) -> ReportRequest | None:
+        outline = Outline.of(request)
+        earlier = self._history.note(tenant.id, outline)
+        if not request.body.cache_report and headers.get("x-radixgate-cache-report", "0") != "1":
+            return None
+        return ReportRequest(segments, outline, earlier)
 
 
 def chat_route(chat: ChatCompletions) -> HTTPRouteHandler:
     @post("/chat/completions", status_code=200)
     async def create_chat_completion(request: Request[Any, Any, State]) -> ASGIApp:
-        tenant = request_context(request.scope).tenant
-        assert tenant is not None, "the route is behind tenant_guard"
-        return await chat.respond(await _body(request), request.headers.get("content-type", ""), tenant)
+        caller = request_context(request.scope).caller
+        assert caller is not None, "the route is behind tenant_guard"
+        return await chat.respond(await _body(request), request.headers, caller)
 
     return create_chat_completion
 
@@ -92,7 +142,9 @@ def _submits(
             tenant_id=tenant.id,
             segments=segments,
             sampling=_sampling(request, max_tokens, choice),
-            use_cache=request.body.use_cache,
+            policy=tenant.record.policy.for_engine(),
+            priority=tenant.record.policy.priority,
+            use_cache=request.body.use_cache and not tenant.record.policy.no_store,
         )
         for choice in range(request.body.n)
     ]

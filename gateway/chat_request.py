@@ -64,6 +64,8 @@ class ChatBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     ignore_eos: bool = False
     use_cache: bool = True
+    system_prompt_id: Annotated[str, Meta(min_length=1, max_length=64)] | None = None  # one the operator has published
+    cache_report: bool = False
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,11 +98,11 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_chat_request(raw: bytes, content_type: str, max_choices: int) -> ChatRequest:
     """Raises `RequestError` for whatever is wrong with the bytes or what they say."""
-    fields = without_inert(_json_object(raw, content_type))
+    fields = without_inert(json_object(raw, content_type))
     try:
         body = msgspec.convert(fields, ChatBody)
     except msgspec.ValidationError as error:
-        _refuse_field(error)
+        refuse_field(error)
     if body.n > max_choices:
         raise InvalidRequestError(f"`n` is {body.n}, and this server's largest is {max_choices}.", param="n")
     if body.stream_options is not None and not body.stream:
@@ -116,7 +118,7 @@ def parse_chat_request(raw: bytes, content_type: str, max_choices: int) -> ChatR
     return ChatRequest(body=body, messages=_messages(body.messages), documents=tuple(docs), max_tokens=max_tokens)
 
 
-def _json_object(raw: bytes, content_type: str) -> dict[str, object]:
+def json_object(raw: bytes, content_type: str) -> dict[str, object]:
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise InvalidRequestError("The body must be JSON, with `content-type: application/json`.")
     try:
@@ -128,7 +130,7 @@ def _json_object(raw: bytes, content_type: str) -> dict[str, object]:
     return _object(body, "The body")
 
 
-def _refuse_field(error: msgspec.ValidationError) -> NoReturn:
+def refuse_field(error: msgspec.ValidationError) -> NoReturn:
     """msgspec's sentence, "Expected `int`, got `str` - at `$.n`", as an error that names the field."""
     what, _, where = str(error).partition(" - at ")
     path = where.strip("`").removeprefix("$").removeprefix(".")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from engine.protocol import Delta, EngineInfo, ProbeResult, Submit
+from engine.protocol import Delta, EngineInfo, EngineStats, ProbeResult, Submit
 
 
 class Engine(Protocol):
@@ -20,6 +20,10 @@ class Engine(Protocol):
 
     async def probe(self, timeout: float) -> ProbeResult:
         """One real decode step. Raises `EngineUnavailableError` when none is answered within `timeout` seconds."""
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Raises `EngineUnavailableError`."""
         ...
 
     def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:

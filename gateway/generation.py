@@ -107,5 +107,6 @@ def merge(earlier: Delta, later: Delta) -> Delta:
         text=earlier.text + later.text,
         num_output_tokens=later.num_output_tokens,
         account=earlier.account or later.account,
+        document_order=earlier.document_order or later.document_order,
         finish_reason=later.finish_reason,
     )

@@ -1,8 +1,8 @@
 """From admission to the last byte: what one request reserves, uses, and is counted for.
 
-    Metering.admit ── limits: reserve prompt + max_tokens ──► Meter ──► headers, settle (before the last byte)
-                                                                └────► leaving it: usage, exactly once,
-                                                                       whether it ended, failed or its client left
+Metering.admit ── limits: reserve prompt + max_tokens ──► Meter ──► headers, settle (before the last byte)
+                                                            └────► leaving it: usage, exactly once,
+                                                                   whether it ended, failed or its client left
 """
 
 from __future__ import annotations

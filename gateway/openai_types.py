@@ -1,10 +1,12 @@
-"""What a chat completion looks like on the wire: OpenAI's objects, and nothing of ours inside them."""
+"""What a chat completion looks like on the wire: OpenAI's objects; `cache_report` is ours, for who asks for it."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
+
+from gateway.cache_report import CacheReport
 
 FinishReasonText = Literal["stop", "length"]
 
@@ -41,6 +43,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: tuple[Choice, ...]
     usage: Usage
+    cache_report: CacheReport | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,6 +68,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: tuple[ChunkChoice, ...]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    cache_report: CacheReport | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

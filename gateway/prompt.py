@@ -22,7 +22,7 @@ from typing import Literal
 from engine.errors import InvalidRequestError
 from engine.protocol import Segment, SegmentKind
 from gateway.chat_template import ChatTemplate, Cut, Turn
-from gateway.prompt_scopes import Level, PromptScopes
+from gateway.prompt_scopes import Level, PromptScopes, narrowing_levels
 from gateway.prompt_tokenizer import PromptTokenizer
 from gateway.published import Published
 from retrieval.documents import Document, render
@@ -46,7 +46,7 @@ class Piece:
 
     kind: SegmentKind
     text: str
-    level: Level
+    level: Level | None  # None: ours, the same in every prompt; it goes with what stands around it
     document_id: str | None = None
 
 
@@ -81,19 +81,20 @@ class PromptBuilder:
     def _segments(
         self, cuts: Sequence[Cut], messages: Sequence[LaidOutMessage], scopes: PromptScopes
     ) -> Iterator[Segment]:
-        level = Level.PUBLIC
-        for i, cut in enumerate(cuts):
+        pieces: list[Piece] = []
+        for cut in cuts:
             if cut.turn is None:
-                scope, owner = scopes.layer(level)
-                tokens = self._tokenizer.template_tokens(cut.text, begins=i == 0)
-                yield Segment(SegmentKind.TEMPLATE, tokens, scope, owner=owner)
-                continue
-            for piece in clip(messages[cut.turn].pieces, cut.text):
-                level = max(level, piece.level)
-                scope, owner = scopes.layer(level)
+                pieces.append(Piece(SegmentKind.TEMPLATE, cut.text, None))
+            else:
+                pieces += clip(messages[cut.turn].pieces, cut.text)
+        for i, (piece, level) in enumerate(zip(pieces, narrowing_levels(p.level for p in pieces), strict=True)):
+            scope, owner = scopes.layer(level)
+            if piece.kind is SegmentKind.TEMPLATE:
+                tokens = self._tokenizer.template_tokens(piece.text, begins=i == 0)
+            else:
                 tokens = self._tokenizer.text_tokens(piece.text, scope)
-                if tokens:
-                    yield Segment(piece.kind, tokens, scope, piece.document_id, owner)
+            if tokens:
+                yield Segment(piece.kind, tokens, scope, piece.document_id, owner)
 
     def _uncut(self, turns: Sequence[Turn], scopes: PromptScopes) -> tuple[Segment, ...]:
         """A template that repeats or rewrites contents: one segment, if the contents bring no special token along."""
@@ -132,7 +133,7 @@ def lay_out(
     lead: tuple[Piece, ...] = ()
     if system_end and not template.supports_system:
         text = _GAP.join(message.text for message in messages[:system_end])
-        level = max(piece.level for piece in pieces_of_messages[:system_end])
+        level = max(piece.level or Level.PUBLIC for piece in pieces_of_messages[:system_end])
         lead, laid_out = (Piece(SegmentKind.SYSTEM, text, level),), laid_out[system_end:]
     if documents:
         lead = (*lead, *_framed(bodies, bool(lead)))
@@ -186,7 +187,7 @@ def _framed(bodies: Sequence[Piece], follows_text: bool) -> tuple[Piece, ...]:
 
 def _ours(text: str) -> Piece:
     """Text that this file or the model's template brings along: the same for everybody."""
-    return Piece(SegmentKind.SYSTEM, text, Level.PUBLIC)
+    return Piece(SegmentKind.SYSTEM, text, None)
 
 
 def _lead_first_user_turn(messages: list[LaidOutMessage], lead: tuple[Piece, ...]) -> list[LaidOutMessage]:

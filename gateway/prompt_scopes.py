@@ -3,10 +3,11 @@
     [template | published system prompt | published document | own document | history | question | answer]
      ── public ──────────────────────────────────────────────►── shared ────►── own ─────────────────────►
 
-    public   what the operator has published, and the model's own template: every tenant
+    public   what the operator has published, and the template's text up to there: every tenant
     shared   system prompts and documents: the tenant, or its cache group
     own      what an end user wrote and was told: the end user that the request names in `user`; without one, as shared
 
+A prompt in which nothing is published has no public part: not even that two tenants use one model shows.
 A piece that is public by itself is not public any more behind one that is private: its KV has seen the private one.
 `cache_salt` and `prompt_cache_key` narrow everything, the public part too: who sends one wants to share with nobody
 who does not. `user` narrows what is the user's, so that the users of a tenant still share its documents.
@@ -14,7 +15,7 @@ who does not. `user` narrows what is the user's, so that the users of a tenant s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -64,3 +65,17 @@ class PromptScopes:
         shared = Layer(narrow_scope(tenant.scope, salts), tenant.owner)
         public = shared if salts else Layer(public_scope(secret), PUBLIC_OWNER)
         return cls(public, shared, Layer(narrow_scope(shared.scope, users), tenant.owner), published)
+
+
+def narrowing_levels(levels: Iterable[Level | None]) -> Iterator[Level]:
+    """The level of each piece in its place, where `levels` are those of the pieces by themselves; None: neither."""
+    alone = list(levels)
+    first_private = next((i for i, level in enumerate(alone) if level not in (None, Level.PUBLIC)), len(alone))
+    num_public = max((i + 1 for i in range(first_private) if alone[i] is Level.PUBLIC), default=0)
+    so_far = Level.SHARED
+    for i, level in enumerate(alone):
+        if i < num_public:
+            yield Level.PUBLIC
+        else:
+            so_far = max(so_far, level or so_far)
+            yield so_far

@@ -23,11 +23,12 @@ from types import FrameType
 import uvicorn
 
 from engine.client import EngineClient
-from engine.settings import Settings, engine_endpoint, load_settings
+from engine.settings import Settings, engine_endpoint, load_settings, store_url
 from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.auth import load_or_create_secret
 from gateway.drain import Drain
+from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,8 @@ def build_server(settings: Settings) -> GatewayServer:
     if not len(tenants):
         logger.warning("no tenant has an API key: every request to /v1 will be refused; see `radixgate key`")
     drain = Drain()
-    app = create_app(settings, EngineClient(engine_endpoint(settings)), tenants, drain=drain)
+    store = StoreClient(store_url(settings), settings.store.timeout_ms / 1000)
+    app = create_app(settings, EngineClient(engine_endpoint(settings)), tenants, drain=drain, store=store)
     config = uvicorn.Config(
         AccessLog(app),
         host=settings.server.host,

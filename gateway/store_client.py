@@ -185,7 +185,7 @@ async def _execute(client: redis.asyncio.Redis, commands: Sequence[Command]) -> 
     async with client.pipeline(transaction=False) as pipeline:
         for command in commands:
             pipeline.execute_command(*command)  # pyright: ignore[reportUnknownMemberType]
-        answers = cast("list[object]", await pipeline.execute(raise_on_error=False))  # pyright: ignore[reportUnknownMemberType]
+        answers = cast("list[object]", await pipeline.execute(raise_on_error=False))
     for answer in answers:
         if isinstance(answer, RedisError) and not isinstance(answer, ResponseError):
             raise answer

@@ -38,7 +38,7 @@ from pathlib import Path
 import msgspec
 
 from engine.errors import ConfigError
-from engine.settings import PREFIX, SecuritySettings, Settings, StoreSettings, runtime_dir, settings_environ
+from engine.settings import PREFIX, SecuritySettings, Settings, runtime_dir, settings_environ
 from gateway.child import ChildProcess, LineSink, print_line
 from gateway.store import EmbeddedStore
 
@@ -126,7 +126,7 @@ class Supervisor:
     def _environ(self, name: str) -> dict[str, str]:
         settings = self._settings
         if self._store is not None:
-            store = StoreSettings(data_dir=settings.store.data_dir, url=self._store.url, port=settings.store.port)
+            store = msgspec.structs.replace(settings.store, url=self._store.url)
             settings = msgspec.structs.replace(settings, store=store)
         if name == "engine":
             settings = msgspec.structs.replace(settings, security=SecuritySettings(), tenants=())

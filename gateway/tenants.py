@@ -70,22 +70,23 @@ class TenantDirectory:
         if not secret:
             raise ConfigError("security.secret is empty: scope keys would be guessable", param="security.secret")
         self.secret = secret
-        self.seeds = tuple(tenants)
+        self.seeds = tuple(tenants)  # what the settings name, to be made in the store
         self.published = Published()
         self._tenants: dict[str, Tenant] = {}
         self._keys: dict[str, KeyRecord] = {}
         self._keys_by_hash: dict[str, KeyRecord] = {}
         self._check_seeds()
-        self.reset()
-
-    def reset(self) -> None:
-        """Only what the settings say."""
-        self._tenants, self._keys, self._keys_by_hash = {}, {}, {}
-        self.published = Published()
         for settings in self.seeds:
             tenant, keys = records_of_settings(settings)
             for record in (tenant, *keys):
                 self.put(record)
+
+    def replace(self, records: Iterable[Record]) -> None:
+        """Exactly these, in one go: a request sees the old ones or the new ones."""
+        self._tenants, self._keys, self._keys_by_hash = {}, {}, {}
+        self.published = Published()
+        for record in records:
+            self.put(record)
 
     # ------------------------------------------------------------ look
 
@@ -150,7 +151,9 @@ class TenantDirectory:
             for j, key_hash in enumerate(settings.all_key_hashes):
                 where = f"{path}.key_hashes[{j}]"
                 if not _KEY_HASH.fullmatch(key_hash):
-                    raise ConfigError(f"{where} is not 64 lower-case hex digits; `radixgate key` prints one", param=where)
+                    raise ConfigError(
+                        f"{where} is not 64 lower-case hex digits; `radixgate key` prints one", param=where
+                    )
                 if owners.setdefault(key_hash, settings.id) != settings.id:
                     raise ConfigError(f"{where} is another tenant's too", param=where)
 

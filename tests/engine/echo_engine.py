@@ -107,5 +107,5 @@ class EchoEngine:
         )
 
     def stats(self) -> EngineStats:
-        counts = dict.fromkeys(EngineStats.__struct_fields__[1:], 0)
+        counts = {name: 0 for name in EngineStats.__struct_fields__ if name.startswith("num_")}
         return EngineStats(incarnation=self.incarnation, **{**counts, "num_running": len(self.requests)})

@@ -20,7 +20,10 @@ from engine.protocol import (
     PROTOCOL_VERSION,
     Delta,
     EngineInfo,
+    EngineStats,
+    EvictionLine,
     FinishReason,
+    OwnerUse,
     ProbeResult,
     PromptAccount,
     SegmentKind,
@@ -42,6 +45,9 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.num_probes = 0
         self.probe_result = ProbeResult(probe_id="", ok=True)
+        self.prefill_speed = 1000.0
+        self.owners: tuple[OwnerUse, ...] = ()
+        self.ledger: tuple[EvictionLine, ...] = ()
         self.probe_gate = asyncio.Event()
         self.probe_gate.set()
         self.started = self.closed = False
@@ -85,6 +91,18 @@ class FakeEngine:
         if not self.reachable:
             raise EngineUnavailableError("no engine")
         return self.probe_result
+
+    async def stats(self) -> EngineStats:
+        if not self.reachable:
+            raise EngineUnavailableError("no engine")
+        counts = {name: 0 for name in EngineStats.__struct_fields__ if name.startswith("num_")}
+        return EngineStats(
+            incarnation="1",
+            **counts,
+            prefill_tokens_per_second=self.prefill_speed,
+            owners=self.owners,
+            ledger=self.ledger,
+        )
 
     async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         self.submitted.append(submit)
@@ -149,15 +167,15 @@ class FakeEngine:
     def _admit(self, submit: Submit) -> PromptAccount:
         """The account of a prompt, by full blocks; the last token is always computed."""
         ids = [i for segment in submit.segments for i in unpack_tokens(segment.tokens)]
-        scope = submit.segments[-1].scope
+        scopes = [segment.scope for segment in submit.segments for _ in range(len(segment))]
         if not submit.use_cache:
             return PromptAccount(disabled=len(ids))
         ends = range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE)
         cached = 0
         for end in ends:
-            if (scope, tuple(ids[:end])) not in self._blocks or end == len(ids):
+            if (scopes[end - 1], tuple(ids[:end])) not in self._blocks or end == len(ids):
                 break
             cached = end
-        self._blocks.update((scope, tuple(ids[:end])) for end in ends)
+        self._blocks.update((scopes[end - 1], tuple(ids[:end])) for end in ends)
         tail = len(ids) % BLOCK_SIZE or 1
         return PromptAccount(device=cached, cold=max(len(ids) - cached - tail, 0), partial_block=tail)
