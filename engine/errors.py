@@ -70,20 +70,20 @@ class ModelNotFoundError(RequestError):
     code = "model_not_found"
 
 
-class AuthenticationError(RequestError):
-    code = "invalid_api_key"
-
-
 class NotFoundError(RequestError):
     code = "not_found"
 
 
-class ConflictError(RequestError):
-    code = "conflict"
-
-
 class PermissionDeniedError(RequestError):
     code = "permission_denied"
+
+
+class AuthenticationError(RequestError):
+    code = "invalid_api_key"
+
+
+class ConflictError(RequestError):
+    code = "conflict"
 
 
 class RateLimitError(RequestError):

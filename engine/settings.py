@@ -83,6 +83,21 @@ class SecuritySettings(msgspec.Struct, frozen=True, kw_only=True):
     secret: str = ""  # "": made once and kept in the data directory, mode 0600
 
 
+class RetrievalSettings(msgspec.Struct, frozen=True, kw_only=True):
+    embedder_endpoint: str = ""  # "": ipc:// in the data directory
+    embedder_model: str = ""  # a sentence-transformers directory; "": the one that comes along
+    reranker: str = ""  # a cross-encoder's directory; "": results are not reranked
+    embedder_threads: NotNegative = 0  # 0: the machine's cores
+    embedder_batch_size: Positive = 16  # texts in a micro-batch; a query waits for one at most
+    max_file_bytes: Bytes = 64 << 20
+    parse_seconds: Annotated[float, Meta(gt=0)] = 60.0  # for a file; then it has failed
+    parse_memory: Bytes = 2 << 30  # of the parser's process
+    chunk_tokens: Positive = 256  # of the served model, for the `auto` strategy
+    chunk_overlap_tokens: NotNegative = 0
+    operator_tenant: str = ""  # whose collections may be public: readable, and only readable, by every tenant
+    prefill_tokens_per_minute: NotNegative = 20_000  # ahead of time, for a tenant; 0: off
+
+
 class TenantSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A tenant that is made in the store if it is not there; from then on the admin API and the CLI change it."""
 
@@ -125,6 +140,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreSettings = StoreSettings()
     security: SecuritySettings = SecuritySettings()
     usage: UsageSettings = UsageSettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
     tenants: tuple[TenantSettings, ...] = ()
 
 
@@ -302,6 +318,7 @@ def _check(settings: Settings) -> None:
             f"engine.device: {settings.engine.device!r} is not one of auto, cpu, cuda, cuda:N", param="engine.device"
         )
     _check_budget(settings.engine)
+    _check_chunks(settings.retrieval)
     _check_urls(settings)
     _check_tenants(settings.tenants)
 
@@ -316,9 +333,22 @@ def _check_budget(engine: EngineSettings) -> None:
             )
 
 
+def _check_chunks(retrieval: RetrievalSettings) -> None:
+    if retrieval.chunk_overlap_tokens > retrieval.chunk_tokens // 2:
+        raise ConfigError(
+            f"retrieval.chunk_overlap_tokens ({retrieval.chunk_overlap_tokens}) must not be above half of "
+            f"retrieval.chunk_tokens ({retrieval.chunk_tokens})",
+            param="retrieval.chunk_overlap_tokens",
+        )
+
+
 def _check_urls(settings: Settings) -> None:
     if settings.engine.endpoint and not re.match(r"(ipc|tcp)://.", settings.engine.endpoint):
         raise ConfigError("engine.endpoint must begin with ipc:// or tcp://", param="engine.endpoint")
+    if settings.retrieval.embedder_endpoint and not re.match(r"(ipc|tcp)://.", settings.retrieval.embedder_endpoint):
+        raise ConfigError(
+            "retrieval.embedder_endpoint must begin with ipc:// or tcp://", param="retrieval.embedder_endpoint"
+        )
     if settings.store.url and not re.match(r"(rediss?|valkeys?|unix)://.", settings.store.url):
         raise ConfigError("store.url must begin with redis://, rediss:// or unix://", param="store.url")
     if not settings.server.host:
@@ -420,6 +450,17 @@ def runtime_dir(data_dir: Path) -> Path:
     if directory.stat().st_uid != os.getuid():
         raise ConfigError(f"{directory} belongs to another user: its sockets cannot be trusted", param="store.data_dir")
     return directory
+
+
+def embedder_endpoint(settings: Settings) -> str:
+    """Where the embedder listens: `retrieval.embedder_endpoint`, else a Unix socket of this instance."""
+    directory = runtime_dir(settings.store.data_dir)
+    return settings.retrieval.embedder_endpoint or f"ipc://{directory / 'embedder.sock'}"
+
+
+def store_url(settings: Settings) -> str:
+    """Where the store is reached: `store.url`, else the embedded store of this instance."""
+    return settings.store.url or f"unix://{runtime_dir(settings.store.data_dir) / 'store.sock'}"
 
 
 def engine_endpoint(settings: Settings) -> str:

@@ -21,8 +21,8 @@ from engine.errors import InvalidRequestError, NotFoundError, PermissionDeniedEr
 from engine.protocol import EvictionLine, OwnerUse
 from gateway.audit_log import Actor, AuditEntry
 from gateway.auth import role_guard, tenant_guard
-from gateway.chat_request import json_object, refuse_field
 from gateway.engine_port import Engine
+from gateway.json_body import json_object, refuse_field
 from gateway.request_context import request_context
 from gateway.tenant_admin import KeyDraft, NewKey, TenantAdmin, TenantDraft, TenantPatch
 from gateway.tenant_records import KeyRecord, Kind, RateLimits, Role, SharePolicy, TenantRecord

@@ -8,22 +8,17 @@ An assistant message may come last: as with OpenAI, it is not continued, a new a
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import Annotated, Literal, NoReturn, cast
+from typing import Annotated, Literal, cast
 
 import msgspec
 from msgspec import Meta
 
-from engine.errors import InvalidRequestError, RequestError, UnsupportedParameterError
+from engine.errors import InvalidRequestError, UnsupportedParameterError
 from gateway.chat_parameters import without_inert
+from gateway.json_body import as_object, as_string, check_count, json_object, refuse_field, wrong_type
 from gateway.prompt import Message, Role
 from retrieval import documents
 from retrieval.documents import Document
-
-# Of messages, of parts in a message, of documents. A body of bytes alone could hold a million of them, and each
-# costs time on the event loop.
-_MAX_ITEMS = 4096
 
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Narrowing = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -110,36 +105,12 @@ def parse_chat_request(raw: bytes, content_type: str, max_choices: int) -> ChatR
     max_tokens = _max_tokens(body)
     if max_tokens is not None and body.min_tokens > max_tokens:
         raise InvalidRequestError(f"`min_tokens` is above `max_tokens` ({max_tokens}).", param="min_tokens")
-    _check_count(body.documents, "documents")
+    check_count(body.documents, "documents")
     try:
         docs = documents.parse(body.documents)
     except documents.DocumentError as error:
         raise InvalidRequestError(f"{error.path}: {error.message}", param=error.path) from error
     return ChatRequest(body=body, messages=_messages(body.messages), documents=tuple(docs), max_tokens=max_tokens)
-
-
-def json_object(raw: bytes, content_type: str) -> dict[str, object]:
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise InvalidRequestError("The body must be JSON, with `content-type: application/json`.")
-    try:
-        body = cast(object, msgspec.json.decode(raw))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"The body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise InvalidRequestError("The body is nested too deeply.") from error
-    return _object(body, "The body")
-
-
-def refuse_field(error: msgspec.ValidationError) -> NoReturn:
-    """msgspec's sentence, "Expected `int`, got `str` - at `$.n`", as an error that names the field."""
-    what, _, where = str(error).partition(" - at ")
-    path = where.strip("`").removeprefix("$").removeprefix(".")
-    named = re.search(r"(?:required|unknown) field `(.*)`$", what)
-    if named is not None:
-        path = f"{path}.{named[1]}" if path else named[1]
-    if "unknown field" in what:
-        raise UnsupportedParameterError(f"`{path}` is not a parameter of this server.", param=path) from error
-    raise InvalidRequestError(f"`{path}`: {what}.", param=path) from error
 
 
 def _max_tokens(body: ChatBody) -> int | None:
@@ -152,16 +123,16 @@ def _max_tokens(body: ChatBody) -> int | None:
 def _messages(raw: list[object]) -> tuple[Message, ...]:
     if not raw:
         raise InvalidRequestError("`messages` is empty.", param="messages")
-    _check_count(raw, "messages")
+    check_count(raw, "messages")
     return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(raw))
 
 
 def _message(raw: object, path: str) -> Message:
-    fields = _object(raw, path)
+    fields = as_object(raw, path)
     for name, value in fields.items():
         if name not in ("role", "content") and not (name in _EMPTY_MESSAGE_FIELDS and value in (None, [])):
             raise UnsupportedParameterError(f"`{path}.{name}` is not supported.", param=f"{path}.{name}")
-    role = _string(fields.get("role"), f"{path}.role")
+    role = as_string(fields.get("role"), f"{path}.role")
     if role in ("tool", "function"):
         raise UnsupportedParameterError(f"`{path}.role`: {role} messages are not supported.", param=f"{path}.role")
     if role not in _ROLES:
@@ -171,49 +142,20 @@ def _message(raw: object, path: str) -> Message:
 
 def _content(raw: object, path: str) -> str:
     if not isinstance(raw, list):
-        return _string(raw, path, "a string or an array of text parts")
+        return as_string(raw, path, "a string or an array of text parts")
     parts = cast("list[object]", raw)
     if not parts:
-        raise _wrong_type(path, "a string or a non-empty array of text parts", parts)
-    _check_count(parts, path)
+        raise wrong_type(path, "a string or a non-empty array of text parts", parts)
+    check_count(parts, path)
     return "".join(_text_part(part, f"{path}[{i}]") for i, part in enumerate(parts))
 
 
 def _text_part(raw: object, path: str) -> str:
-    part = _object(raw, path)
-    kind = _string(part.get("type"), f"{path}.type")
+    part = as_object(raw, path)
+    kind = as_string(part.get("type"), f"{path}.type")
     if kind != "text":
         raise UnsupportedParameterError(f"`{path}.type`: only text parts are supported.", param=f"{path}.type")
     for name in part:
         if name not in ("type", "text"):
             raise UnsupportedParameterError(f"`{path}.{name}` is not supported.", param=f"{path}.{name}")
-    return _string(part.get("text"), f"{path}.text")
-
-
-def _check_count(items: list[object], path: str) -> None:
-    if len(items) > _MAX_ITEMS:
-        raise InvalidRequestError(f"`{path}` has {len(items)} items; the most is {_MAX_ITEMS}.", param=path)
-
-
-def _object(raw: object, path: str) -> dict[str, object]:
-    if not isinstance(raw, Mapping):
-        raise _wrong_type(path, "an object", raw)
-    return cast("dict[str, object]", raw)
-
-
-def _string(raw: object, path: str, expected: str = "a string") -> str:
-    if not isinstance(raw, str):
-        raise _wrong_type(path, expected, raw)
-    return raw
-
-
-def _wrong_type(path: str, expected: str, raw: object) -> RequestError:
-    got = (
-        "null or nothing"
-        if raw is None
-        else {"dict": "an object", "list": "an array", "str": "a string"}.get(
-            type(raw).__name__, f"a {type(raw).__name__}"
-        )
-    )
-    param = None if path == "The body" else path
-    return InvalidRequestError(f"`{path}` must be {expected}, not {got}.", param=param)
+    return as_string(part.get("text"), f"{path}.text")

@@ -29,8 +29,8 @@ from gateway.first_run import demo_key_path, with_demo_tenant
 from gateway.supervisor import Supervisor, free_port, local_url
 
 SYSTEM = "You answer questions from the given documents, in one short sentence."
-FIRST_QUESTION = "Who stayed in orbit while the other two astronauts walked on the Moon?"
-OTHER_QUESTION = "In which year was the Suez Canal opened?"
+FIRST_QUESTION = "What was the name of the lunar module of Apollo 11?"
+OTHER_QUESTION = "Which container ship ran aground in the Suez Canal in March 2021?"
 STEPS = ((1, "first time", FIRST_QUESTION), (2, "again", FIRST_QUESTION), (3, "other question", OTHER_QUESTION))
 MAX_TOKENS = 48
 REQUEST_SECONDS = 300.0

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 5
 DEATH_WINDOW = 600.0  # seconds
 BACKOFF = (0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before the first, second, … restart within the window
-POLL_SECONDS = 1.0
+POLL_SECONDS = (0.1, 1.0)  # between two looks at /readyz: at first, and after some
 READYZ_TIMEOUT = 15.0
 GRACE_SECONDS = 10.0  # that a child may take to stop after its drain
 EXIT_FAILED = 1
@@ -134,12 +134,14 @@ class Supervisor:
 
     async def _await_readiness(self) -> None:
         url = f"{local_url(self._settings)}/readyz"
+        pause, longest = POLL_SECONDS
         while not self._stop_requests:
             if (model := await asyncio.to_thread(ready_model, url)) is not None:
                 self._ready = True
                 self._on_ready(model)
                 return
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, longest)
 
     # ------------------------------------------------------------ run
 

@@ -19,10 +19,15 @@ from gateway.app import create_app
 from gateway.auth import hash_api_key, new_api_key
 from gateway.drain import Drain
 from gateway.server import GatewayServer
+from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
 from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.store_server import StoreServer
 
 SECRET = b"a secret for tests"
+
+# The store shares a loaded machine with the tests: what a slow answer leads to is tested on its own.
+STORE_TIMEOUT = 10.0
 
 
 @dataclass(slots=True)
@@ -64,16 +69,40 @@ class RunningGateway:
         raise AssertionError("the condition never came true")
 
 
-def run_gateway_thread(engine: FakeEngine, settings: Settings | None = None) -> Iterator[RunningGateway]:
-    keys = {name: new_api_key() for name in ("alice", "bob", "carol", "dave")}
+def four_tenants(keys: dict[str, str]) -> list[TenantSettings]:
+    """alice, bob, and (in one cache group) carol and dave; alice has an admin, and root operates everything."""
+    hashes = {name: (hash_api_key(SECRET, key),) for name, key in keys.items()}
     groups = {"carol": "research", "dave": "research"}
-    tenants = [
-        TenantSettings(id=name, key_hashes=(hash_api_key(SECRET, key),), cache_group=groups.get(name, ""))
-        for name, key in keys.items()
+    users = [
+        TenantSettings(
+            id=name,
+            key_hashes=hashes[name],
+            admin_key_hashes=hashes["alice-admin"] if name == "alice" else (),
+            cache_group=groups.get(name, ""),
+        )
+        for name in ("alice", "bob", "carol", "dave")
     ]
+    return [*users, TenantSettings(id="root", operator_key_hashes=hashes["root"])]
+
+
+def new_keys() -> dict[str, str]:
+    return {name: new_api_key() for name in ("alice", "bob", "carol", "dave", "alice-admin", "root")}
+
+
+def run_gateway_thread(
+    engine: FakeEngine,
+    settings: Settings | None = None,
+    *,
+    store_url: str | None = None,
+    keys: dict[str, str] | None = None,
+    tenants: list[TenantSettings] | None = None,
+) -> Iterator[RunningGateway]:
+    keys = keys or new_keys()
+    tenants = four_tenants(keys) if tenants is None else tenants
     settings = settings or Settings(server=ServerSettings(max_choices=4, max_body_bytes=1 << 20))
     drain = Drain()
-    app = create_app(settings, engine, TenantDirectory(SECRET, tenants), drain=drain)
+    store = StoreClient(store_url, timeout=STORE_TIMEOUT)
+    app = create_app(settings, engine, TenantDirectory(SECRET, tenants), drain=drain, store=store)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -107,3 +136,25 @@ def run_gateway_thread(engine: FakeEngine, settings: Settings | None = None) -> 
 @pytest.fixture
 def gateway() -> Iterator[RunningGateway]:
     yield from run_gateway_thread(FakeEngine())
+
+
+@pytest.fixture(scope="session")
+def store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreServer]:
+    server = StoreServer(tmp_path_factory.mktemp("store"))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def store_url(store_server: StoreServer) -> str:
+    """An empty store."""
+    store_server.command("FLUSHALL")
+    return store_server.url
+
+
+@pytest.fixture
+def stored_gateway(store_url: str) -> Iterator[RunningGateway]:
+    yield from run_gateway_thread(FakeEngine(), store_url=store_url)

@@ -1,0 +1,128 @@
+"""Shared prefixes: which sequences form a group, how its keys are cut, and that the merged result is the plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.heuristics import KEY_ALIGNMENT
+from kernels.shared_prefix import PrefixGroup, find_groups, plan_prefixes
+from tests.kernels.triton import interpreted
+from tests.kernels.triton.conftest import Worker
+from tests.kernels.triton.interpreted import PrefixShape
+
+BLOCK_SIZE = 128  # so that a block is what keys are cut to
+
+
+def _groups(tables: list[list[int]], min_saving: int = 1) -> list[PrefixGroup]:
+    lens = [len(table) * BLOCK_SIZE for table in tables]
+    return find_groups(tables, lens, range(len(tables)), BLOCK_SIZE, min_saving)
+
+
+def test_the_cut_that_saves_more_is_taken() -> None:
+    """Three on two blocks save four blocks; two of them on seven save five more than nothing, seven: theirs is better."""
+    assert _groups([[1, 2, 3, 9], [1, 2, 3, 8], [1, 2, 7]]) == [PrefixGroup((0, 1, 2), 256)]
+    long = list(range(1, 8))
+    assert _groups([[*long, 90], [*long, 91], [1, 2, 70]]) == [PrefixGroup((0, 1), 7 * 128)]
+
+
+def test_groups_are_disjoint_and_each_has_its_own_prefix() -> None:
+    assert _groups([[1, 2, 11], [5, 6, 12], [1, 2, 13], [5, 6, 14], [8, 9]]) == [
+        PrefixGroup((0, 2), 256),
+        PrefixGroup((1, 3), 256),
+    ]
+
+
+def test_a_group_that_does_not_pay_is_none() -> None:
+    assert _groups([[1, 2, 3], [1, 2, 4]], min_saving=257) == []
+    assert _groups([[1, 2, 3], [1, 2, 4]], min_saving=256) == [PrefixGroup((0, 1), 256)]
+    assert _groups([[1, 2], [3, 4]]) == []
+
+
+def test_a_sequence_keeps_its_own_token() -> None:
+    """Beams share even the block that holds the last token, until they write: one key at least stays each one's own."""
+    tables = [[1, 2], [1, 2]]
+    assert find_groups(tables, [256, 256], [0, 1], BLOCK_SIZE, 1) == [PrefixGroup((0, 1), 128)]
+    assert find_groups(tables, [257, 257], [0, 1], 256, 1) == [PrefixGroup((0, 1), 256)]
+
+
+@given(
+    tables=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8),
+    min_saving=st.integers(1, 1000),
+)
+def test_groups_share_what_they_say(tables: list[list[int]], min_saving: int) -> None:
+    seen: set[int] = set()
+    for group in _groups(tables, min_saving):
+        blocks = group.num_keys // BLOCK_SIZE
+        assert group.num_keys % KEY_ALIGNMENT == 0
+        assert len({tuple(tables[member][:blocks]) for member in group.members}) == 1
+        assert all(group.num_keys < len(tables[member]) * BLOCK_SIZE for member in group.members)
+        assert group.saving >= min_saving
+        assert not seen & set(group.members)
+        seen |= set(group.members)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(2, 9), st.integers(1, 9)), min_size=1, max_size=4),
+    members_per_tile=st.integers(1, 4),
+    target=st.integers(1, 40),
+)
+def test_the_items_cover_each_member_and_key_once(
+    sizes: list[tuple[int, int]], members_per_tile: int, target: int
+) -> None:
+    """And each (member, split) has a row of the partial results of its own, where its sequence looks for it."""
+    groups: list[PrefixGroup] = []
+    num_seqs = 0
+    for size, blocks in sizes:
+        groups.append(PrefixGroup(tuple(range(num_seqs, num_seqs + size)), blocks * KEY_ALIGNMENT))
+        num_seqs += size + 1
+    plan = plan_prefixes(groups, num_seqs, members_per_tile, target, torch.device("cpu"))
+    rows: dict[int, tuple[int, int, int]] = {}
+    for first, count, begin, end, partial in plan.items.tolist():
+        assert count <= members_per_tile
+        for place in range(count):
+            assert partial + place not in rows
+            rows[partial + place] = (plan.members.tolist()[first + place], begin, end)
+    assert sorted(rows) == list(range(plan.num_partials))
+    for group in groups:
+        for member in group.members:
+            start, stride, splits = plan.prefix_partials[member].tolist()
+            parts = [rows[start + split * stride] for split in range(splits)]
+            assert [part[0] for part in parts] == [member] * splits
+            edges = [0, *(part[2] for part in parts)]
+            assert [part[1] for part in parts] == edges[:-1]
+            assert edges[-1] == group.num_keys == plan.prefix_lens[member]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_shared_and_own_parts_merge(dtype: torch.dtype, interpreter: Worker) -> None:
+    """With sequences of no group, and one with two new tokens, which never shares, among them."""
+    interpreter(
+        interpreted.check_shared_prefix,
+        PrefixShape(
+            owners=((512, 5), (512, 40), (0, 30), (512, 1), (256, 9)),
+            new=(1, 1, 1, 1, 2),
+            dtype=dtype,
+            soft_cap=5.0,
+            sinks=True,
+        ),
+        shared=True,
+    )
+
+
+def test_more_members_than_a_tile_holds(interpreter: Worker) -> None:
+    shape = PrefixShape(owners=((256, 3),) * 7, new=(1,) * 7, group=20, dtype=torch.float16)
+    interpreter(interpreted.check_shared_prefix, shape, shared=True)
+
+
+def test_a_layer_with_a_window_does_not_share(interpreter: Worker) -> None:
+    """The step has groups, but in this layer the window ends inside the prefix."""
+    shape = PrefixShape(owners=((512, 5), (512, 9)), new=(1, 1), sliding_window=100)
+    interpreter(interpreted.check_shared_prefix, shape, shared=True)
+
+
+def test_what_does_not_pay_is_not_shared(interpreter: Worker) -> None:
+    shape = PrefixShape(owners=((128, 5), (128, 9)), new=(1, 1))
+    interpreter(interpreted.check_shared_prefix, shape, shared=False)
