@@ -466,8 +466,3 @@ def store_url(settings: Settings) -> str:
 def engine_endpoint(settings: Settings) -> str:
     """Where the engine listens: `engine.endpoint`, else a Unix socket of this instance."""
     return settings.engine.endpoint or f"ipc://{runtime_dir(settings.store.data_dir) / 'engine.sock'}"
-
-
-def store_url(settings: Settings) -> str:
-    """Where the store listens: `store.url`, else the Unix socket of this instance's embedded store."""
-    return settings.store.url or f"unix://{runtime_dir(settings.store.data_dir) / 'store.sock'}"

@@ -93,7 +93,7 @@ def entries_of_xread(answer: object) -> list[AuditEntry]:
 
 def _entries(answer: object) -> list[AuditEntry]:
     entries: list[AuditEntry] = []
-    for raw_id, fields in cast("list[tuple[bytes, list[bytes]]]", answer):
+    for raw_id, fields in cast("list[tuple[bytes, list[bytes]]]", answer or []):
         entry_id = raw_id.decode()
         line = msgspec.json.decode(fields[1], type=AuditLine)
         entries.append(AuditEntry(id=entry_id, time=int(entry_id.partition("-")[0]) / 1000, line=line))

@@ -133,7 +133,5 @@ class DirectorySync:
 
 
 def _pairs(answer: object) -> Iterable[tuple[bytes, bytes]]:
-    if isinstance(answer, dict):
-        return cast("dict[bytes, bytes]", answer).items()
     flat = cast("list[bytes]", answer)
     return zip(flat[::2], flat[1::2], strict=True)

@@ -195,13 +195,16 @@ async def _execute(client: redis.asyncio.Redis, commands: Sequence[Command]) -> 
 
 
 def _connect(url: str, timeout: float) -> redis.asyncio.Redis:
-    return redis.asyncio.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
+    client = redis.asyncio.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
         url,
         socket_timeout=timeout,
         socket_connect_timeout=max(timeout, 1.0),
         retry=Retry(NoBackoff(), 0),
         protocol=2,
     )
+    # Answers as the protocol has them: what the client makes of them differs between its versions.
+    client.response_callbacks.clear()
+    return client
 
 
 def _refusal(answer: object) -> StoreUnavailableError | None:

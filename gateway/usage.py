@@ -126,7 +126,7 @@ class UsageReader:
             part = places[at : at + _MAX_KEYS]
             answers = await self._store.fetch(*(("HGETALL", _hash_key(hour, tenant)) for hour, tenant in part))
             for (hour, tenant), answer in zip(part, answers, strict=True):
-                rows += _rows_of(hour, tenant, cast("list[bytes] | dict[bytes, bytes]", answer))
+                rows += _rows_of(hour, tenant, cast("list[bytes]", answer))
         return [row for row in rows if first <= row.bucket.minute < last]
 
     async def _places(self, hours: range, tenant_ids: Iterable[str] | None) -> list[tuple[int, str]]:
@@ -143,10 +143,9 @@ class UsageReader:
         ]
 
 
-def _rows_of(hour: int, tenant_id: str, answer: list[bytes] | dict[bytes, bytes]) -> list[UsageRow]:
-    pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=True)
+def _rows_of(hour: int, tenant_id: str, answer: list[bytes]) -> list[UsageRow]:
     rows: dict[Bucket, Counter[str]] = {}
-    for name, count in pairs:
+    for name, count in zip(answer[::2], answer[1::2], strict=True):
         minute, key_id, model, what = name.decode().split(_SEPARATOR)
         bucket = Bucket(tenant_id, key_id, model, hour * 60 + int(minute))
         rows.setdefault(bucket, Counter())[what] += int(count)
