@@ -167,7 +167,10 @@ class StoreClient:
         return (await self.fetch(script.command(keys, arguments)))[0]
 
     async def _pipeline(self, client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[object]:
-        answers = await _execute(client, commands)
+        try:
+            answers = await _execute(client, commands)
+        finally:
+            _keep_cancelled()
         # Nothing was run for these: sending them again, with their text, runs them once.
         unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
         if unknown:
@@ -205,6 +208,13 @@ def _connect(url: str, timeout: float) -> redis.asyncio.Redis:
     # Answers as the protocol has them: what the client makes of them differs between its versions.
     client.response_callbacks.clear()
     return client
+
+
+def _keep_cancelled() -> None:
+    """The client turns a cancellation into a connection error: whoever cancelled would wait for ever."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _refusal(answer: object) -> StoreUnavailableError | None:
