@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from array import array
 from pathlib import Path
 
 import httpx
@@ -31,8 +32,6 @@ def test_a_crafted_collision_returns_nobody_elses_blocks() -> None:
     index = PrefixIndex(4, digest=lambda _: b"k" * 16)
     victim = ScopedTokens.of(list(range(100, 108)), b"a" * 16, 4, "a")
     root = index.lock(index.match_prefix(victim, 0))
-    from array import array
-
     index.insert_prefix(root, victim, 0, [b"k" * 16, b"k" * 16], array("i", [0, 1]))
     attacker = ScopedTokens.of(list(range(200, 208)), b"a" * 16, 4, "a")
     other_tenant = ScopedTokens.of(list(range(100, 108)), b"b" * 16, 4, "b")

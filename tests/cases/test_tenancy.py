@@ -9,6 +9,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +191,11 @@ def test_usage_is_what_the_engine_did_over_a_random_run_with_preemption_and_abor
     """I9: usage, responses and the engine's own counts agree. vllm#25780: recomputation was counted as hits."""
     chance = random.Random(3)
     for stack in run_stack(tmp_path, store_url=store_url, num_blocks=64):
-        prompts = [QUESTION[: chance.randint(40, 280)] + str(i) for i in range(6)]
+        prompts = [f"{i} {QUESTION[: chance.randint(100, 280)]}" for i in range(6)]
         bodies = [chance.choice(prompts) for _ in range(30)]
-        from concurrent.futures import ThreadPoolExecutor
 
         def one(content: str) -> Any:
-            return ask(stack, "alice", content, max_tokens=48).json()["usage"]  # noqa: B023  used within this turn
+            return ask(stack, "alice", content, max_tokens=200).json()["usage"]  # noqa: B023  used within this turn
 
         with ThreadPoolExecutor(8) as pool:
             usages = list(pool.map(one, bodies))
