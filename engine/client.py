@@ -41,10 +41,14 @@ from engine.protocol import (
     Abort,
     ClientMessage,
     Delta,
+    DocumentStats,
     EngineInfo,
     EngineMessage,
     EngineStats,
+    Erase,
+    Erased,
     Failure,
+    GetDocumentStats,
     GetStats,
     Hello,
     Probe,
@@ -56,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 3.0
 STALL_SECONDS = 60.0
+_QUESTION_SECONDS = 30.0  # it is answered between two steps
 TRANSPORT_HEARTBEAT_MS = 3_000
 TRANSPORT_TIMEOUT_MS = 10_000
 RECONNECT_MS = 200
@@ -81,7 +86,8 @@ class _Stream:
             return
         self._texts.append(delta.text)
         if self._last is not None and delta.account is None:
-            delta = msgspec.structs.replace(delta, account=self._last.account)
+            first = self._last
+            delta = msgspec.structs.replace(delta, account=first.account, document_order=first.document_order)
         self._last = delta
         self.ended = delta.finish_reason is not None
         self._arrived.set()
@@ -123,6 +129,7 @@ class EngineClient:
         self._streams: dict[str, _Stream] = {}
         self._probes: dict[str, asyncio.Future[ProbeResult]] = {}
         self._stats: deque[asyncio.Future[EngineStats]] = deque()
+        self._questions: dict[str, asyncio.Future[Erased | DocumentStats]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
@@ -234,6 +241,28 @@ class EngineClient:
         except TimeoutError as error:
             raise EngineUnavailableError(f"the engine gave no statistics within {timeout:.1f} s") from error
 
+    async def erase(self, request: Erase) -> Erased:
+        """Raises EngineUnavailableError; what was to be erased may then be gone, or not."""
+        answer = await self._question(request.erase_id, request)
+        assert isinstance(answer, Erased), "an id has one kind of answer"
+        return answer
+
+    async def document_stats(self, request: GetDocumentStats) -> DocumentStats:
+        answer = await self._question(request.query_id, request)
+        assert isinstance(answer, DocumentStats), "an id has one kind of answer"
+        return answer
+
+    async def _question(self, question_id: str, message: ClientMessage) -> Erased | DocumentStats:
+        self._require_engine()
+        answer = self._questions[question_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._ask(message)
+            return await asyncio.wait_for(answer, _QUESTION_SECONDS)
+        except TimeoutError as error:
+            raise EngineUnavailableError(f"the engine gave no answer within {_QUESTION_SECONDS:.0f} s") from error
+        finally:
+            del self._questions[question_id]
+
     def _require_engine(self) -> None:
         if not self.connected:
             raise EngineUnavailableError("the engine is not available; it may be starting or restarting")
@@ -281,8 +310,17 @@ class EngineClient:
                     answer.set_result(message)
             case EngineStats():
                 self._take_stats(message)
+            case Erased():
+                self._answer(message.erase_id, message)
+            case DocumentStats():
+                self._answer(message.query_id, message)
             case EngineInfo():
                 self._greet(message)
+
+    def _answer(self, question_id: str, answer: Erased | DocumentStats) -> None:
+        waiting = self._questions.get(question_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
     def _feed(self, delta: Delta) -> None:
         stream = self._streams.get(delta.request_id)
@@ -345,7 +383,7 @@ class EngineClient:
             logger.warning("%s: %d requests fail", why, len(self._streams))
         for stream in self._streams.values():
             stream.fail(EngineUnavailableError(why))
-        for answer in [*self._probes.values(), *self._stats]:
+        for answer in [*self._probes.values(), *self._stats, *self._questions.values()]:
             if not answer.done():
                 answer.set_exception(EngineUnavailableError(why))
         self._stats.clear()

@@ -20,7 +20,7 @@ does not matter.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.prefix_index import PrefixIndex, PrefixMatch
@@ -33,21 +33,21 @@ _MAX_POPULAR = 65536
 
 
 class DocumentPopularity:
-    """How often each tenant asked for each document lately; what others ask for changes nobody's order (I5).
+    """How often each document was asked for lately, in each scope: what one tenant asks for must not order another's.
 
     Halved when it grows too large, so that old fame fades.
     """
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self._counts: Counter[tuple[bytes, str]] = Counter()
 
-    def note(self, tenant_id: str, document_ids: Sequence[str]) -> None:
-        self._counts.update((tenant_id, document_id) for document_id in document_ids)
+    def note(self, segments: Iterable[Segment]) -> None:
+        self._counts.update((s.scope, s.document_id) for s in segments if s.document_id is not None)
         if len(self._counts) > _MAX_POPULAR:
             self._counts = Counter({name: count // 2 for name, count in self._counts.items() if count > 1})
 
-    def count(self, tenant_id: str, document_id: str) -> int:
-        return self._counts[tenant_id, document_id]
+    def of(self, document: Segment) -> int:
+        return self._counts[document.scope, document.document_id or ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class _Search:
         return chosen + [i for i in canonical if i not in chosen]
 
     def _rank(self, i: int) -> tuple[int, str, int]:
-        name = self._documents[i].document_id or ""
-        return (-self._popularity.count(self._tenant_id, name), name, i)
+        document = self._documents[i]
+        return (-self._popularity.of(document), document.document_id or "", i)
 
     def _owner(self, segment: Segment) -> str:
         return segment.owner or self._tenant_id

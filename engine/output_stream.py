@@ -6,35 +6,49 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from engine.detokenizer import IncrementalDetokenizer
-from engine.protocol import Delta, FinishReason
+from engine.detokenizer import IncrementalDetokenizer, special_token_ids
+from engine.protocol import Delta, EngineInfo, FinishReason
 from engine.request import Request
+
+
+class OutputRules:
+    """What holds for the output of every request of a model."""
+
+    __slots__ = ("end_token_ids", "hidden_token_ids", "max_model_len", "tokenizer")
+
+    def __init__(self, info: EngineInfo) -> None:
+        """Raises `ModelLoadError` when the tokenizer's decoder cannot be followed token by token."""
+        self.tokenizer = Tokenizer.from_str(info.tokenizer_json.decode())
+        self.end_token_ids = frozenset(info.eos_token_ids)
+        self.hidden_token_ids = special_token_ids(self.tokenizer) | self.end_token_ids  # they mark, and are no text
+        self.max_model_len = info.max_model_len
+        self.detokenizer(())
+
+    def detokenizer(self, stop: Sequence[str]) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self.tokenizer, stop=stop, skip_token_ids=self.hidden_token_ids)
 
 
 class OutputStream:
     """Decides when a request is finished. A delta is made for the first token, for new text, and for the end."""
 
-    __slots__ = ("_detokenizer", "_eos", "_max_model_len", "_request", "_started")
+    __slots__ = ("_detokenizer", "_request", "_rules", "_started")
 
-    def __init__(
-        self, request: Request, tokenizer: Tokenizer, eos_token_ids: Sequence[int], max_model_len: int
-    ) -> None:
+    def __init__(self, request: Request, rules: OutputRules) -> None:
         self._request = request
-        self._eos = frozenset(eos_token_ids)
-        self._max_model_len = max_model_len
+        self._rules = rules
         self._started = False
-        self._detokenizer = IncrementalDetokenizer(tokenizer, stop=request.sampling.stop, skip_token_ids=self._eos)
+        self._detokenizer = rules.detokenizer(request.sampling.stop)
 
     def push(self, token_id: int) -> Delta | None:
         """The request's newest token, already appended to it."""
         sampling, num_output = self._request.sampling, self._request.num_output_tokens
         may_stop = num_output > sampling.min_tokens
-        if token_id in self._eos and may_stop and not sampling.ignore_eos:
+        if token_id in self._rules.end_token_ids and may_stop and not sampling.ignore_eos:
             return self._finish("", FinishReason.STOP)
         text = self._detokenizer.push(token_id, honour_stop=may_stop)
         if self._detokenizer.stopped is not None:
             return self._finish(text, FinishReason.STOP)
-        if num_output >= sampling.max_tokens or self._request.num_tokens >= self._max_model_len:
+        if num_output >= sampling.max_tokens or self._request.num_tokens >= self._rules.max_model_len:
             return self._finish(text, FinishReason.LENGTH)
         return self._delta(text, None) if text or not self._started else None
 

@@ -1,7 +1,7 @@
 """What gateway and engine say to each other: msgspec structs, msgpack on the wire, one struct a message.
 
     gateway (DEALER) ──► engine (ROUTER)      Hello, Submit, Abort, Probe, GetStats, Erase, GetDocumentStats
-    gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats, Erased, DocumentStats
+    gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats, Erased, …
 
 Every `Submit` is answered by zero or more `Delta`s and ends with exactly one of: a `Delta` with a
 `finish_reason`, or a `Failure`. An `Abort` is never answered; the engine drops the request silently.
@@ -134,7 +134,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     tenant_id: str
     segments: tuple[Segment, ...]
     sampling: SamplingParams
-    policy: TenantPolicy = TenantPolicy()
+    policy: TenantPolicy | None = None  # None: the tenant's last one goes on
     priority: int = 0  # lower goes first, strictly, over all tenants
     document_order: Literal["given", "cache"] = "given"  # cache: the engine orders them along the longest cached path
     pin_top: int = 0  # of the given order, so many first documents stay last, next to the question, when reordering

@@ -324,13 +324,15 @@ def _check(settings: Settings) -> None:
 
 
 def _check_budget(engine: EngineSettings) -> None:
-    budget = engine.max_num_batched_tokens
-    for key in ("prefill_chunk_size", "max_num_seqs"):
-        if (value := int(getattr(engine, key))) > budget:
-            raise ConfigError(
-                f"engine.{key} ({value}) must not be above engine.max_num_batched_tokens ({budget})",
-                param=f"engine.{key}",
-            )
+    """Beside everyone else's decoding a chunk must fit, or a prompt would wait as long as others stream."""
+    needed = engine.prefill_chunk_size + engine.max_num_seqs - 1
+    if engine.max_num_batched_tokens < needed:
+        raise ConfigError(
+            f"engine.max_num_batched_tokens ({engine.max_num_batched_tokens}) must hold a chunk beside the decoding of "
+            f"everyone else: engine.prefill_chunk_size ({engine.prefill_chunk_size}) + engine.max_num_seqs "
+            f"({engine.max_num_seqs}) - 1 = {needed}",
+            param="engine.max_num_batched_tokens",
+        )
 
 
 def _check_chunks(retrieval: RetrievalSettings) -> None:

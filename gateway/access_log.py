@@ -18,6 +18,8 @@ logger = logging.getLogger("gateway.access")
 # What the log says of a request whose client left before a response began; never sent.
 _CLIENT_CLOSED_REQUEST = 499
 
+HEALTH_PATHS = frozenset({"/livez", "/readyz"})
+
 
 class AccessLog:
     def __init__(self, app: ASGIApp) -> None:
@@ -45,7 +47,9 @@ class AccessLog:
 def _log(scope: HTTPScope, status: int, seconds: float) -> None:
     context = request_context(scope)
     account = context.account or PromptAccount()
-    logger.info(
+    logger.log(
+        # Every second or so, from whoever watches the server.
+        logging.DEBUG if scope["path"] in HEALTH_PATHS else logging.INFO,
         "%s %s %d %.1fms id=%s tenant=%s prompt=%d cached=%d output=%d%s",
         str(scope["method"]),
         _printable(scope["path"]),

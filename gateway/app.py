@@ -2,10 +2,11 @@
 
     /livez /readyz ───────────────────────► ReadinessProbe ─► Engine.probe
     /v1  guard: tenant of the API key
-      ├─ chat/completions ─► ChatCompletions ─► ServedModel (prompt) ─► ChatCompletionResponse ─► Engine.generate
-      │                                                                    └─► Metering ─► Limiter, UsageRecorder
+      ├─ chat/completions ─► ChatCompletions ─► ChatRetriever (documents) ─► ServedModel (prompt)
+      │                                       ─► ChatCompletionResponse ─► Metering (limits, usage) ─► Engine.generate
       ├─ models ───────────► ServedModels ─► Engine.info
-      └─ usage ────────────► UsagePages ─► store
+      ├─ usage ────────────► UsagePages ─► store
+      └─ files, vector_stores, embeddings, cache/documents ─► RetrievalService ─► store, embedder
     /admin/v1  guard: role of the API key
       └─ tenants, keys, prompts, collections, usage, cache, audit ─► TenantAdmin ─► store
 
@@ -22,28 +23,40 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from litestar import Litestar, Router
+from litestar.handlers import HTTPRouteHandler
+from redis.asyncio import Redis
 
 from engine.errors import StoreUnavailableError
 from engine.settings import Settings
 from gateway.admin_api import admin_router
 from gateway.auth import tenant_guard
+from gateway.cache_documents_api import cache_document_routes
 from gateway.chat import ChatCompletions, chat_route
+from gateway.chat_documents import ChatRetriever
 from gateway.directory_sync import DirectorySync
 from gateway.drain import Drain
+from gateway.embeddings_api import embedding_routes
 from gateway.engine_port import Engine
 from gateway.engine_speed import EngineSpeed
 from gateway.error_responses import exception_handlers
+from gateway.files_api import file_routes
 from gateway.health import ReadinessProbe, StoreProblem, health_routes
 from gateway.metering import Metering
 from gateway.models import model_routes
 from gateway.rate_limits import Limiter
 from gateway.request_context import add_request_id
+from gateway.retrieval_service import RetrievalService
 from gateway.served_model import ServedModels
 from gateway.store_client import StoreClient
 from gateway.tenant_admin import TenantAdmin
 from gateway.tenants import TenantDirectory
 from gateway.usage import UsageReader, UsageRecorder
 from gateway.usage_api import UsagePages, own_usage_route
+from gateway.vector_store_batches_api import vector_store_batch_routes
+from gateway.vector_store_files_api import vector_store_file_routes
+from gateway.vector_store_search_api import vector_store_search_routes
+from gateway.vector_stores_api import vector_store_routes
+from retrieval.embedder_client import Embedder
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +69,13 @@ def create_app(
     drain: Drain | None = None,
     store: StoreClient | None = None,
     store_problem: StoreProblem | None = None,
+    redis: Redis | None = None,
+    embedder: Embedder | None = None,
 ) -> Litestar:
     """The app starts and closes `engine` and `store` with its lifespan. `drain` is for whoever shuts the server down.
 
     Without a store, tenants are those of the settings, limits are this process's, and what lives in a store is 503.
+    With `redis` and an embedder it has retrieval; they are the app's from then on.
     """
     drain = drain or Drain()
     store = store or StoreClient(None)
@@ -68,13 +84,24 @@ def create_app(
     recorder = UsageRecorder(store, settings.usage.retention_days)
     usage = UsagePages(UsageReader(store), recorder, settings.usage)
     models = ServedModels(engine)
+    retrieval: RetrievalService | None = None
+    if redis is not None and embedder is not None:
+        retrieval = RetrievalService(settings.retrieval, redis, embedder, engine, models)
     metering = Metering(limiter, recorder, speed, settings.usage)
-    chat = ChatCompletions(engine, models, drain, tenants, metering, settings.server.max_choices)
-    v1 = Router(
-        "/v1",
-        guards=[tenant_guard(tenants)],
-        route_handlers=[chat_route(chat), *model_routes(models), own_usage_route(usage)],
-    )
+    retriever = ChatRetriever(engine, retrieval)
+    chat = ChatCompletions(engine, models, retriever, drain, tenants, metering, settings.server.max_choices)
+    routes: list[HTTPRouteHandler] = [chat_route(chat), *model_routes(models), own_usage_route(usage)]
+    if retrieval is not None:
+        routes += [
+            *file_routes(retrieval),
+            *vector_store_routes(retrieval),
+            *vector_store_search_routes(retrieval, engine, models),
+            *vector_store_file_routes(retrieval),
+            *vector_store_batch_routes(retrieval),
+            *embedding_routes(retrieval),
+            *cache_document_routes(retrieval, engine),
+        ]
+    v1 = Router("/v1", guards=[tenant_guard(tenants)], route_handlers=routes)
     admin = admin_router(tenants, TenantAdmin(store, tenants.secret, sync.poll), engine, usage)
 
     @asynccontextmanager
@@ -82,12 +109,16 @@ def create_app(
         await engine.start()
         await sync.start()
         try:
+            if retrieval is not None:
+                await retrieval.start()
             async with _background([sync.run(), limiter.run(), recorder.run(), speed.run()]):
                 yield
             with suppress(StoreUnavailableError):
                 await limiter.pay_debts()
                 await recorder.flush()
         finally:
+            if retrieval is not None:
+                await retrieval.close()
             await engine.close()
             await store.close()
 

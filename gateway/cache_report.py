@@ -21,6 +21,7 @@ import msgspec
 
 from engine.protocol import PromptAccount, Segment, SegmentKind
 from gateway.chat_request import ChatRequest
+from retrieval.documents import Document
 
 _MAX_TENANTS = 1024
 _MAX_PROMPTS = 4  # of a tenant
@@ -67,9 +68,9 @@ class Outline:
     has_reasoning: bool  # in an earlier answer
 
     @classmethod
-    def of(cls, request: ChatRequest) -> Outline:
+    def of(cls, request: ChatRequest, given: Sequence[Document]) -> Outline:
         system = "\n\n".join(message.text for message in request.messages if message.role == "system")
-        documents = tuple((document.id, hash((document.title, document.text))) for document in request.documents)
+        documents = tuple((document.id, hash((document.title, document.text))) for document in given)
         reasoning = any(message.role == "assistant" and "</think>" in message.text for message in request.messages)
         return cls(system[:_MAX_CHARACTERS], documents, tuple(sorted(request.narrowing.items())), reasoning)
 

@@ -5,27 +5,26 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from litestar import Request, post
-from litestar.datastructures import State
-from litestar.exceptions import InternalServerException
+from litestar import post
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp
 from msgspec.structs import replace
 
-from engine.errors import InvalidRequestError, ModelNotFoundError, ShuttingDownError
+from engine.errors import ContextLengthExceededError, InvalidRequestError, ModelNotFoundError, ShuttingDownError
 from engine.protocol import SamplingParams, Segment, Submit
 from gateway.cache_report import Outline, PromptHistory, ReportRequest
+from gateway.chat_documents import ChatDocuments, ChatRetriever, without_earlier_turns
 from gateway.chat_request import ChatRequest, parse_chat_request
 from gateway.chat_response import ChatCompletionResponse, CompletionHeader
 from gateway.drain import Drain
 from gateway.engine_port import Engine
+from gateway.http_io import HttpRequest, raw_body
 from gateway.metering import Attempt, Metering
 from gateway.prompt import Message
 from gateway.prompt_scopes import PromptScopes
 from gateway.request_context import request_context
-from gateway.served_model import ServedModels, num_tokens
+from gateway.served_model import ServedModel, ServedModels, num_tokens
 from gateway.tenants import Caller, Tenant, TenantDirectory
 
 # Spreads the seeds of parallel choices; any odd number with well-mixed bits does.
@@ -38,6 +37,7 @@ class ChatCompletions:
         self,
         engine: Engine,
         models: ServedModels,
+        retriever: ChatRetriever,
         drain: Drain,
         tenants: TenantDirectory,
         metering: Metering,
@@ -45,6 +45,7 @@ class ChatCompletions:
     ) -> None:
         self._engine = engine
         self._models = models
+        self._retriever = retriever
         self._drain = drain
         self._tenants = tenants
         self._metering = metering
@@ -59,10 +60,10 @@ class ChatCompletions:
         model = await self._models.current()
         if request.body.model != model.info.model:
             raise ModelNotFoundError(f"The model `{request.body.model[:200]}` does not exist.", param="model")
-        request = self._with_published_prompt(request)
-        published = self._tenants.published
-        scopes = PromptScopes.of_request(self._tenants.secret, caller.tenant, request.narrowing, published)
-        segments = await model.build_prompt(request, scopes)
+        tenant, request = caller.tenant, self._with_published_prompt(request)
+        scopes = PromptScopes.of_request(self._tenants.secret, tenant, request.narrowing, self._tenants.published)
+        documents = await self._retriever.documents(request, tenant, scopes, model)
+        documents, segments = await _build_prompt(request, documents, scopes, model)
         max_tokens = model.max_tokens(request, num_tokens(segments))
         if request.body.min_tokens > max_tokens:
             raise InvalidRequestError(
@@ -85,14 +86,15 @@ class ChatCompletions:
         )
         return ChatCompletionResponse(
             header,
-            _submits(request, segments, caller.tenant, header.id, max_tokens),
+            _submits(request, segments, documents, tenant, header.id, max_tokens),
+            documents,
             self._engine,
             self._drain,
             self._metering,
             attempt,
             stream=request.body.stream,
             include_usage=request.include_usage,
-            report=self._report(request, segments, headers, caller.tenant),
+            report=self._report(request, documents, segments, headers, tenant),
         )
 
     def _with_published_prompt(self, request: ChatRequest) -> ChatRequest:
@@ -106,9 +108,14 @@ class ChatCompletions:
         return replace(request, messages=(Message("system", prompt.text), *request.messages))
 
     def _report(
-        self, request: ChatRequest, segments: tuple[Segment, ...], headers: Mapping[str, str], tenant: Tenant
+        self,
+        request: ChatRequest,
+        documents: ChatDocuments,
+        segments: tuple[Segment, ...],
+        headers: Mapping[str, str],
+        tenant: Tenant,
     ) -> ReportRequest | None:
-        outline = Outline.of(request)
+        outline = Outline.of(request, documents.latest)
         earlier = self._history.note(tenant.id, outline)
         if not request.body.cache_report and headers.get("x-radixgate-cache-report", "0") != "1":
             return None
@@ -117,24 +124,33 @@ class ChatCompletions:
 
 def chat_route(chat: ChatCompletions) -> HTTPRouteHandler:
     @post("/chat/completions", status_code=200)
-    async def create_chat_completion(request: Request[Any, Any, State]) -> ASGIApp:
+    async def create_chat_completion(request: HttpRequest) -> ASGIApp:
         caller = request_context(request.scope).caller
         assert caller is not None, "the route is behind tenant_guard"
-        return await chat.respond(await _body(request), request.headers, caller)
+        return await chat.respond(await raw_body(request), request.headers, caller)
 
     return create_chat_completion
 
 
-async def _body(request: Request[Any, Any, State]) -> bytes:
+async def _build_prompt(
+    request: ChatRequest, documents: ChatDocuments, scopes: PromptScopes, model: ServedModel
+) -> tuple[ChatDocuments, tuple[Segment, ...]]:
     try:
-        return await request.body()
-    except InternalServerException as error:
-        # The framework's word for a client that left while it was sending: no fault of ours, and no one to tell.
-        raise InvalidRequestError("The client left before its request was complete.") from error
+        return documents, await model.build_prompt(request, documents.prompt, scopes)
+    except ContextLengthExceededError:
+        fewer = without_earlier_turns(documents)
+        if fewer is None:
+            raise
+        return fewer, await model.build_prompt(request, fewer.prompt, scopes)
 
 
 def _submits(
-    request: ChatRequest, segments: tuple[Segment, ...], tenant: Tenant, completion_id: str, max_tokens: int
+    request: ChatRequest,
+    segments: tuple[Segment, ...],
+    documents: ChatDocuments,
+    tenant: Tenant,
+    completion_id: str,
+    max_tokens: int,
 ) -> Sequence[Submit]:
     return [
         Submit(
@@ -142,6 +158,8 @@ def _submits(
             tenant_id=tenant.id,
             segments=segments,
             sampling=_sampling(request, max_tokens, choice),
+            document_order=documents.engine_order,
+            pin_top=documents.pin_top,
             policy=tenant.record.policy.for_engine(),
             priority=tenant.record.policy.priority,
             use_cache=request.body.use_cache and not tenant.record.policy.no_store,

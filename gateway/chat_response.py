@@ -22,6 +22,7 @@ from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Receiv
 from engine.errors import RadixgateError
 from engine.protocol import FinishReason, PromptAccount, Submit
 from gateway.cache_report import CacheReport, ReportRequest
+from gateway.chat_documents import ChatDocuments
 from gateway.drain import Drain
 from gateway.engine_port import Engine
 from gateway.error_responses import error_body
@@ -34,6 +35,7 @@ from gateway.openai_types import (
     Choice,
     ChunkChoice,
     ChunkDelta,
+    CitationObject,
     FinishReasonText,
     PromptTokensDetails,
     Usage,
@@ -83,6 +85,7 @@ class ChatCompletionResponse:
         self,
         header: CompletionHeader,
         submits: Sequence[Submit],
+        documents: ChatDocuments,
         engine: Engine,
         drain: Drain,
         metering: Metering,
@@ -94,6 +97,7 @@ class ChatCompletionResponse:
     ) -> None:
         self._header = header
         self._submits = submits
+        self._documents = documents
         self._engine = engine
         self._drain = drain
         self._metering = metering
@@ -118,8 +122,9 @@ class ChatCompletionResponse:
     async def _answer(self, generation: Generation, meter: Meter, context: RequestContext, send: Send) -> None:
         updates = generation.updates()
         early, tally = await self._until_account(updates, meter)
-        context.account = meter.account = tally.account
         meter.taken_on = True
+        await self._documents.remember()
+        context.account = meter.account = tally.account
         body = self._stream_body if self._stream else self._whole_body
         try:
             await body(_chain(early, updates), tally, context, send)
@@ -133,6 +138,7 @@ class ChatCompletionResponse:
             early.append(update)
             account = update.delta.account
             if update.choice == 0 and account is not None:
+                self._documents.settle(update.delta.document_order)
                 report = self._report.make(account, update.delta.document_order) if self._report else None
                 return early, _Tally(account, [0] * len(self._submits), meter, report)
         raise RadixgateError("the engine answered without an account of the prompt")
@@ -150,7 +156,7 @@ class ChatCompletionResponse:
             if delta.finish_reason is not None:
                 reasons[choice] = _finish_reason(delta.finish_reason)
         choices = tuple(
-            Choice(index=i, message=AssistantMessage(content="".join(text)), finish_reason=reasons[i])
+            Choice(index=i, message=self._message("".join(text)), finish_reason=reasons[i])
             for i, text in enumerate(texts)
         )
         await tally.meter.settle()
@@ -163,11 +169,18 @@ class ChatCompletionResponse:
             system_fingerprint=header.system_fingerprint,
             choices=choices,
             usage=tally.usage(),
+            retrieval=self._documents.report() or msgspec.UNSET,
             cache_report=tally.report or msgspec.UNSET,
         )
         body = _JSON.encode(completion)
         await _send_start(send, "application/json", tally.account, [(b"content-length", str(len(body)).encode())])
         await _send_body(send, body, more=False)
+
+    def _message(self, text: str) -> AssistantMessage:
+        return AssistantMessage(content=text, citations=self._citations(text))
+
+    def _citations(self, text: str) -> tuple[CitationObject, ...] | msgspec.UnsetType:
+        return self._documents.citations(text) if self._documents.all else msgspec.UNSET
 
     # ------------------------------------------------------------ stream
 
@@ -186,13 +199,16 @@ class ChatCompletionResponse:
     async def _send_chunks(self, updates: AsyncIterator[Update], tally: _Tally, send: Send) -> None:
         for i in range(len(self._submits)):
             await self._send_choice(send, ChunkChoice(index=i, delta=ChunkDelta(role="assistant", content="")))
+        texts: list[list[str]] = [[] for _ in self._submits]
         async for choice, delta in updates:
             tally.set_output(choice, delta.num_output_tokens)
+            texts[choice].append(delta.text)
             if delta.text:
                 await self._send_choice(send, ChunkChoice(index=choice, delta=ChunkDelta(content=delta.text)))
             if delta.finish_reason is not None:
                 reason = _finish_reason(delta.finish_reason)
-                await self._send_choice(send, ChunkChoice(index=choice, delta=ChunkDelta(), finish_reason=reason))
+                end = ChunkDelta(citations=self._citations("".join(texts[choice])))
+                await self._send_choice(send, ChunkChoice(index=choice, delta=end, finish_reason=reason))
         await tally.meter.settle()
         if self._include_usage or tally.report is not None:
             usage = tally.usage() if self._include_usage else msgspec.UNSET
@@ -201,6 +217,8 @@ class ChatCompletionResponse:
 
     async def _send_choice(self, send: Send, choice: ChunkChoice) -> None:
         chunk = self._chunk((choice,), None if self._include_usage else msgspec.UNSET)
+        if choice.finish_reason is not None and (report := self._documents.report()) is not None:
+            chunk = msgspec.structs.replace(chunk, retrieval=report)
         await _send_body(send, _event(_JSON.encode(chunk)), more=True)
         # A send that does not block does not suspend either: other requests, and a disconnect, get their turn here.
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The command `radixgate`: serve, demo, doctor, key, version.
+"""The command `radixgate`: serve, demo, doctor, tenant, key, audit, version.
 
 Settings come in the same order everywhere: defaults, the TOML file, the environment, flags. Exit codes: 0 done or
 stopped on request, 2 the settings or the model cannot be used, 1 everything else.
@@ -18,11 +18,12 @@ from pathlib import Path
 
 from engine.errors import ConfigError, RadixgateError
 from engine.settings import Settings, load_settings
-from gateway.auth import hash_api_key, load_or_create_secret, new_api_key
 from gateway.demo import run_demo
 from gateway.doctor import run_doctor
 from gateway.first_run import demo_key_path, with_demo_tenant
+from gateway.isolation_audit import add_audit_command
 from gateway.supervisor import Supervisor, local_url
+from gateway.tenant_cli import add_tenant_commands
 
 DEFAULT_CONFIG = Path("radixgate.toml")
 EXIT_UNUSABLE = 2
@@ -77,9 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="a JSON list of the checks")
     doctor.set_defaults(command=_doctor)
 
-    key = commands.add_parser("key", help="make an API key, and the hash that goes into the settings")
-    _add_setting_flags(key)
-    key.set_defaults(command=_key)
+    add_tenant_commands(commands, _add_setting_flags, settings_of)
+    add_audit_command(commands)
 
     commands.add_parser("version", help="print the version").set_defaults(command=_version)
     return parser
@@ -150,15 +150,6 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     return run_doctor(settings_of(arguments), as_json=arguments.json)
-
-
-def _key(arguments: argparse.Namespace) -> int:
-    settings = settings_of(arguments)
-    secret = load_or_create_secret(settings.security.secret, settings.store.data_dir)
-    key = new_api_key()
-    print(f"key   {key}     (give it to the tenant; it is not kept here)")
-    print(f"hash  {hash_api_key(secret, key)}     (into the tenant's key_hashes)")
-    return 0
 
 
 def _version(_: argparse.Namespace) -> int:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from engine.protocol import Delta, EngineInfo, EngineStats, ProbeResult, Submit
+from engine.protocol import (
+    Delta,
+    DocumentStats,
+    EngineInfo,
+    EngineStats,
+    Erase,
+    Erased,
+    GetDocumentStats,
+    ProbeResult,
+    Submit,
+)
 
 
 class Engine(Protocol):
@@ -23,6 +33,14 @@ class Engine(Protocol):
         ...
 
     async def stats(self) -> EngineStats:
+        """Raises `EngineUnavailableError`."""
+        ...
+
+    async def erase(self, request: Erase) -> Erased:
+        """Raises `EngineUnavailableError`."""
+        ...
+
+    async def document_stats(self, request: GetDocumentStats) -> DocumentStats:
         """Raises `EngineUnavailableError`."""
         ...
 

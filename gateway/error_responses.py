@@ -40,6 +40,8 @@ from engine.errors import (
     UnsupportedParameterError,
 )
 from gateway.request_context import request_context
+from gateway.retrieval_errors import as_radixgate_error
+from retrieval.errors import RetrievalError
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +125,16 @@ Handler = Callable[[Request[Any, Any, State], Any], Response[bytes]]
 
 
 def exception_handlers() -> MutableMapping[int | type[Exception], Handler]:
-    return {RadixgateError: _answer_radixgate_error, HTTPException: _answer_http_exception, Exception: _answer_other}
+    return {
+        RadixgateError: _answer_radixgate_error,
+        RetrievalError: _answer_retrieval_error,
+        HTTPException: _answer_http_exception,
+        Exception: _answer_other,
+    }
+
+
+def _answer_retrieval_error(request: Request[Any, Any, State], error: RetrievalError) -> Response[bytes]:
+    return _answer_radixgate_error(request, as_radixgate_error(error))
 
 
 def _answer_radixgate_error(request: Request[Any, Any, State], error: RadixgateError) -> Response[bytes]:

@@ -1,4 +1,7 @@
-"""What a chat completion looks like on the wire: OpenAI's objects; `cache_report` is ours, for who asks for it."""
+"""What a chat completion looks like on the wire: OpenAI's objects.
+
+Ours inside them are `retrieval`, `citations` and `cache_report`, and only where they were asked for.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,52 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
 
+class CitedDocument(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    title: str
+    snippet: str
+
+
+class CitationSource(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["document"] = "document"
+    id: str
+    document: CitedDocument
+
+
+class CitationObject(msgspec.Struct, frozen=True, kw_only=True):
+    """Cohere's. `start` and `end` are characters of the answer."""
+
+    start: int
+    end: int
+    text: str
+    sources: tuple[CitationSource, ...]
+    type: Literal["TEXT_CONTENT"] = "TEXT_CONTENT"
+
+
+class RetrievedDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """`rank` 0 is the most relevant; `position` is its place among this turn's documents, as the model read them."""
+
+    id: str
+    file_id: str
+    filename: str
+    score: float
+    rank: int
+    position: int | None
+
+
+class RetrievalReport(msgspec.Struct, frozen=True, kw_only=True):
+    query: str
+    document_order: str
+    documents: tuple[RetrievedDocument, ...]
+
+
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """`citations` is there whenever documents were."""
+
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
+    citations: tuple[CitationObject, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,12 +88,14 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: tuple[Choice, ...]
     usage: Usage
+    retrieval: RetrievalReport | msgspec.UnsetType = msgspec.UNSET
     cache_report: CacheReport | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    citations: tuple[CitationObject, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +115,8 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: tuple[ChunkChoice, ...]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    cache_report: CacheReport | msgspec.UnsetType = msgspec.UNSET
+    retrieval: RetrievalReport | msgspec.UnsetType = msgspec.UNSET  # with a choice's finish reason
+    cache_report: CacheReport | msgspec.UnsetType = msgspec.UNSET  # after the last choice
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,11 @@
     does not, or prints the   first user turn = (system text ·) head · document · document … · foot · its own text
     system message elsewhere
 
-What many requests share stands first: the system prompt, then the documents, then what is the user's own. Each
+    later turns               user turn i = head · documents of turn i · foot · its own text
+    question                  note · its own text
+
+What many requests share stands first: the system prompt, then the documents, then what is the user's own. Documents
+of earlier turns stay where they were, so that a conversation's own prefix survives. Each
 piece of a content is tokenized on its own (`prompt_tokenizer`), so a document has the same token ids beside any
 neighbour. Head and foot are there for that too: a template that strips a content takes white space from them,
 and never from a document. A piece also knows how private it is by itself (`Level`); a segment's scope is that of
@@ -15,8 +19,8 @@ the most private piece up to its end (`prompt_scopes.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from engine.errors import InvalidRequestError
@@ -48,6 +52,20 @@ class Piece:
     text: str
     level: Level | None  # None: ours, the same in every prompt; it goes with what stands around it
     document_id: str | None = None
+    tokens: bytes = b""  # packed ids of `text`, if they are known already
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDocuments:
+    """Documents and where they go: behind the system prompt, or before the message with that index."""
+
+    head: tuple[Document, ...] = ()
+    turns: Mapping[int, tuple[Document, ...]] = field(default_factory=dict[int, tuple[Document, ...]])
+    note: str = ""  # to the model, before the question: what would break a prefix if it stood earlier
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(each.text) for run in (self.head, *self.turns.values()) for each in run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +86,28 @@ class PromptBuilder:
         self._tokenizer = tokenizer
 
     def build(
-        self, messages: Sequence[Message], documents: Sequence[Document], scopes: PromptScopes
+        self, messages: Sequence[Message], documents: Sequence[Document] | PromptDocuments, scopes: PromptScopes
     ) -> tuple[Segment, ...]:
-        """The segments, whose texts concatenate to the template's own rendering. Raises `InvalidRequestError`."""
+        """The segments, whose texts concatenate to the template's own rendering. Raises `InvalidRequestError`.
+
+        Documents of the latest turn have kind DOCUMENT, those of earlier ones HISTORY: they have their place.
+        """
         laid_out = lay_out(self._template, messages, documents, scopes.published)
         turns = [Turn(message.role, message.content) for message in laid_out]
         cuts = self._template.cut(turns)
         if cuts is None:
             return self._uncut(turns, scopes)
         return tuple(self._segments(cuts, laid_out, scopes))
+
+    def build_head(self, system: Sequence[Message], document: Document, scopes: PromptScopes) -> tuple[Segment, ...]:
+        """The beginning of every prompt in which this document comes first behind this system prompt."""
+        segments = self.build([*system, Message("user", "?")], [document], scopes)
+        end = next((i for i, each in enumerate(segments, 1) if each.kind is SegmentKind.DOCUMENT), 0)
+        return segments[:end]
+
+    def document_tokens(self, rendered: str) -> bytes:
+        """Packed ids of a document's rendering, for whoever keeps them. Not cached."""
+        return self._tokenizer.encode_text(rendered)
 
     def _segments(
         self, cuts: Sequence[Cut], messages: Sequence[LaidOutMessage], scopes: PromptScopes
@@ -92,7 +123,7 @@ class PromptBuilder:
             if piece.kind is SegmentKind.TEMPLATE:
                 tokens = self._tokenizer.template_tokens(piece.text, begins=i == 0)
             else:
-                tokens = self._tokenizer.text_tokens(piece.text, scope)
+                tokens = piece.tokens or self._tokenizer.text_tokens(piece.text, scope)
             if tokens:
                 yield Segment(piece.kind, tokens, scope, piece.document_id, owner)
 
@@ -113,30 +144,31 @@ class PromptBuilder:
 
 
 def lay_out(
-    template: ChatTemplate, messages: Sequence[Message], documents: Sequence[Document], published: Published
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    documents: Sequence[Document] | PromptDocuments,
+    published: Published,
 ) -> list[LaidOutMessage]:
-    """Where system prompt and documents go, by what the template can say."""
-    pieces_of_messages = _own_pieces(messages, published)
-    laid_out = [
-        LaidOutMessage(message.role, (piece,)) for message, piece in zip(messages, pieces_of_messages, strict=True)
-    ]
-    bodies = _document_bodies(documents, published)
+    """Where system prompt and documents go, by what the template can say. Without a place given: to the head."""
+    placed = documents if isinstance(documents, PromptDocuments) else PromptDocuments(tuple(documents))
+    laid_out = _turns(messages, placed, published)
     system_end = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
-    if documents and template.system_leads:
+    head = _head_pieces(messages, placed, published)
+    if head and template.system_leads:
         if system_end == 0:
-            default = (_ours(template.default_system),) if template.default_system else ()
-            return [LaidOutMessage("system", (*default, *_framed(bodies, bool(default)))), *laid_out]
+            default = (_ours(SegmentKind.SYSTEM, template.default_system),) if template.default_system else ()
+            return [LaidOutMessage("system", (*default, *_spaced(head, bool(default)))), *laid_out]
         pieces = laid_out[system_end - 1].pieces
-        pieces = (*pieces, *_framed(bodies, bool(pieces[-1].text)))
+        pieces = (*pieces, *_spaced(head, bool(pieces[-1].text)))
         laid_out[system_end - 1] = LaidOutMessage("system", pieces)
         return laid_out
     lead: tuple[Piece, ...] = ()
     if system_end and not template.supports_system:
         text = _GAP.join(message.text for message in messages[:system_end])
-        level = max(piece.level or Level.PUBLIC for piece in pieces_of_messages[:system_end])
+        level = max(_system_level(message, published) for message in messages[:system_end])
         lead, laid_out = (Piece(SegmentKind.SYSTEM, text, level),), laid_out[system_end:]
-    if documents:
-        lead = (*lead, *_framed(bodies, bool(lead)))
+    if head:
+        lead = (*lead, *_spaced(head, bool(lead)))
     return _lead_first_user_turn(laid_out, lead) if lead else laid_out
 
 
@@ -145,49 +177,69 @@ def clip(pieces: Sequence[Piece], text: str) -> Iterator[Piece]:
     content = "".join(piece.text for piece in pieces)
     start = content.find(text)
     if start < 0:  # the template rewrote it: one piece, of the kind that says most about who wrote it
-        yield replace(pieces[-1], text=text)
+        yield replace(pieces[-1], text=text, tokens=b"")
         return
     end, at = start + len(text), 0
     for piece in pieces:
         kept = piece.text[max(start - at, 0) : max(end - at, 0)]
         at += len(piece.text)
         if kept:
-            yield replace(piece, text=kept)
+            yield piece if kept == piece.text else replace(piece, text=kept, tokens=b"")
 
 
-def _own_pieces(messages: Sequence[Message], published: Published) -> list[Piece]:
-    last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
-    pieces: list[Piece] = []
+def _turns(messages: Sequence[Message], placed: PromptDocuments, published: Published) -> list[LaidOutMessage]:
+    """Every message with the documents of its own turn before it."""
+    question = _question(messages)
+    laid_out: list[LaidOutMessage] = []
     for i, message in enumerate(messages):
-        if message.role == "system":
-            level = Level.PUBLIC if published.is_public_prompt(message.text) else Level.SHARED
-            pieces.append(Piece(SegmentKind.SYSTEM, message.text, level))
-        else:
-            kind = SegmentKind.QUESTION if i == last_user else SegmentKind.HISTORY
-            pieces.append(Piece(kind, message.text, Level.OWN))
-    return pieces
+        system = message.role == "system"
+        kind = SegmentKind.SYSTEM if system else SegmentKind.QUESTION if i == question else SegmentKind.HISTORY
+        level = _system_level(message, published) if system else Level.OWN
+        pieces: tuple[Piece, ...] = (Piece(kind, message.text, level),)
+        if i == question and placed.note:
+            pieces = (Piece(SegmentKind.HISTORY, placed.note + _GAP, Level.OWN), *pieces)
+        if documents := placed.turns.get(i):
+            kind = SegmentKind.DOCUMENT if i == question else SegmentKind.HISTORY
+            run = _document_pieces(documents, kind, SegmentKind.HISTORY, published)
+            pieces = (*run, _ours(SegmentKind.HISTORY, _GAP), *pieces)
+        laid_out.append(LaidOutMessage(message.role, pieces))
+    return laid_out
 
 
-def _document_bodies(documents: Sequence[Document], published: Published) -> list[Piece]:
-    return [
-        Piece(
-            SegmentKind.DOCUMENT,
-            render(document),
-            Level.PUBLIC if published.is_public_document(document) else Level.SHARED,
-            document.id,
-        )
-        for document in documents
-    ]
+def _question(messages: Sequence[Message]) -> int | None:
+    return max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
 
 
-def _framed(bodies: Sequence[Piece], follows_text: bool) -> tuple[Piece, ...]:
-    head = _ours((_GAP if follows_text else "") + _HEAD)
-    return (head, *bodies, _ours(_FOOT))
+def _head_pieces(messages: Sequence[Message], placed: PromptDocuments, published: Published) -> tuple[Piece, ...]:
+    if not placed.head:
+        return ()
+    is_latest = _question(messages) not in placed.turns
+    kind = SegmentKind.DOCUMENT if is_latest else SegmentKind.HISTORY
+    return _document_pieces(placed.head, kind, SegmentKind.SYSTEM, published)
 
 
-def _ours(text: str) -> Piece:
+def _document_pieces(
+    documents: Sequence[Document], kind: SegmentKind, frame: SegmentKind, published: Published
+) -> tuple[Piece, ...]:
+    bodies: list[Piece] = []
+    for document in documents:
+        level = Level.PUBLIC if published.is_public_document(document) else Level.SHARED
+        bodies.append(Piece(kind, render(document), level, document.id, document.tokens))
+    return (_ours(frame, _HEAD), *bodies, _ours(frame, _FOOT))
+
+
+def _system_level(message: Message, published: Published) -> Level:
+    return Level.PUBLIC if published.is_public_prompt(message.text) else Level.SHARED
+
+
+def _ours(kind: SegmentKind, text: str) -> Piece:
     """Text that this file or the model's template brings along: the same for everybody."""
-    return Piece(SegmentKind.SYSTEM, text, None)
+    return Piece(kind, text, None)
+
+
+def _spaced(pieces: Sequence[Piece], follows_text: bool) -> Sequence[Piece]:
+    """Tokenized together with the head, as one piece: the same tokens whatever stands before."""
+    return (replace(pieces[0], text=_GAP + pieces[0].text), *pieces[1:]) if follows_text else pieces
 
 
 def _lead_first_user_turn(messages: list[LaidOutMessage], lead: tuple[Piece, ...]) -> list[LaidOutMessage]:
@@ -197,5 +249,5 @@ def _lead_first_user_turn(messages: list[LaidOutMessage], lead: tuple[Piece, ...
             "This model's chat template has no place for a system prompt or documents without a user message.",
             param="messages",
         )
-    pieces = (*lead, _ours(_GAP), *messages[first].pieces)
+    pieces = (*lead, _ours(SegmentKind.SYSTEM, _GAP), *messages[first].pieces)
     return [*messages[:first], LaidOutMessage("user", pieces), *messages[first + 1 :]]

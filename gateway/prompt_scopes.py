@@ -16,6 +16,7 @@ who does not. `user` narrows what is the user's, so that the users of a tenant s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -39,20 +40,22 @@ class Layer(NamedTuple):
     owner: str  # in the engine's accounts; "": the tenant of the request
 
 
+@dataclass(frozen=True, slots=True)
 class PromptScopes:
     """The layers of one request."""
 
-    def __init__(self, public: Layer, shared: Layer, own: Layer, published: Published) -> None:
-        self._layers = (public, shared, own)
-        self.published = published
+    public: Layer
+    shared: Layer
+    own: Layer
+    published: Published = field(compare=False)
 
     def layer(self, level: Level) -> Layer:
-        return self._layers[level]
+        return (self.public, self.shared, self.own)[level]
 
     @classmethod
-    def only(cls, scope: bytes) -> PromptScopes:
+    def only(cls, scope: bytes, owner: str = "") -> PromptScopes:
         """One scope for everything."""
-        layer = Layer(scope, "")
+        layer = Layer(scope, owner)
         return cls(layer, layer, layer, Published())
 
     @classmethod

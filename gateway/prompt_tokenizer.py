@@ -51,6 +51,10 @@ class PromptTokenizer:
         """Packed ids of a client's text, free of special tokens."""
         return self._encode(self._text, text, scope)
 
+    def encode_text(self, text: str) -> bytes:
+        """The same, not cached: for texts whose ids somebody else keeps."""
+        return pack_tokens(self._text.encode(text, add_special_tokens=False).ids)
+
     def control_tokens(self, text: str) -> list[str]:
         """The special tokens that `template_tokens` would find, in order."""
         return self._control.findall(text)

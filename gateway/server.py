@@ -23,13 +23,15 @@ from types import FrameType
 import uvicorn
 
 from engine.client import EngineClient
-from engine.settings import Settings, engine_endpoint, load_settings, store_url
+from engine.settings import Settings, embedder_endpoint, engine_endpoint, load_settings, store_url
 from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.auth import load_or_create_secret
 from gateway.drain import Drain
 from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
+from retrieval.embedder_client import EmbedderClient
+from retrieval.redis_commands import connect_store
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +85,15 @@ def build_server(settings: Settings) -> GatewayServer:
     if not len(tenants):
         logger.warning("no tenant has an API key: every request to /v1 will be refused; see `radixgate key`")
     drain = Drain()
-    store = StoreClient(store_url(settings), settings.store.timeout_ms / 1000)
-    app = create_app(settings, EngineClient(engine_endpoint(settings)), tenants, drain=drain, store=store)
+    app = create_app(
+        settings,
+        EngineClient(engine_endpoint(settings)),
+        tenants,
+        drain=drain,
+        store=StoreClient(store_url(settings), settings.store.timeout_ms / 1000),
+        redis=connect_store(store_url(settings)),
+        embedder=EmbedderClient(embedder_endpoint(settings)),
+    )
     config = uvicorn.Config(
         AccessLog(app),
         host=settings.server.host,

@@ -1,21 +1,23 @@
 """`radixgate serve`: store, engine and gateway as children, from the first start to the last exit code.
 
-    start     lock the data directory ─► store ─► engine + gateway ─► GET /readyz until 200 ─► on_ready
+    start     lock the data directory ─► store ─► engine, embedder, gateway ─► GET /readyz until 200 ─► on_ready
     run       a child's death is reported with its last lines, and the child is started again
-    stop      SIGTERM, SIGINT: gateway (drains) ─► engine (drains) ─► store ─► exit 0; a second one ends the drains
+    stop      SIGTERM, SIGINT: gateway (drains) ─► engine (drains), embedder ─► store ─► exit 0; a second one ends the
+              drains
 
 Who dies, and what then:
     before the first /readyz    everything stops, the exit code is the child's (2: settings or model unusable, else 1):
                                 what cannot start will not start by trying again
     engine                      restarted; meanwhile the gateway answers 503 with retry-after, and reconnects by itself
+    embedder                    restarted; searches and ingestion wait, or are answered with 503
     store                       restarted with its data; the gateway serves on without it
     gateway                     restarted: it holds nothing that its clients' retries do not bring back
     any of them, MAX_DEATHS     everything stops, exit 1: the machine's own service manager decides then
       times in DEATH_WINDOW
     the supervisor, kill -9     the kernel ends the children (gateway/child.py)
 
-Children get the whole settings as environment variables, so that all four processes run with the same ones. The
-engine gets no secret and no tenant.
+Children get the whole settings as environment variables, so that all processes run with the same ones. Engine and
+embedder get no secret and no tenant. An embedder that has an endpoint in the settings is somebody else's to start.
 """
 
 from __future__ import annotations
@@ -38,7 +40,14 @@ from pathlib import Path
 import msgspec
 
 from engine.errors import ConfigError
-from engine.settings import PREFIX, SecuritySettings, Settings, runtime_dir, settings_environ
+from engine.settings import (
+    PREFIX,
+    SecuritySettings,
+    Settings,
+    embedder_endpoint,
+    runtime_dir,
+    settings_environ,
+)
 from gateway.child import ChildProcess, LineSink, print_line
 from gateway.store import EmbeddedStore
 
@@ -66,11 +75,16 @@ class Supervisor:
         on_line: LineSink = print_line,
         engine_command: Sequence[str] = (sys.executable, "-m", "engine"),
         gateway_command: Sequence[str] = (sys.executable, "-m", "gateway.server"),
+        embedder_command: Sequence[str] = (),
     ) -> None:
+        """`embedder_command`: by default the real one, with its settings as arguments."""
         self._settings = settings
         self._on_ready = on_ready
         self._on_line = on_line
-        self._commands = {"engine": engine_command, "gateway": gateway_command}
+        self._commands = {"engine": engine_command}
+        if not settings.retrieval.embedder_endpoint:
+            self._commands["embedder"] = embedder_command or default_embedder_command(settings)
+        self._commands["gateway"] = gateway_command
         self._store: EmbeddedStore | None = None
         self.children: dict[str, ChildProcess] = {}
         self._watchers: set[asyncio.Task[None]] = set()
@@ -105,7 +119,7 @@ class Supervisor:
         require_free_port(self._settings.server.host, self._settings.server.port)
         if not self._settings.store.url:
             await self._start_store()
-        for name in ("engine", "gateway"):
+        for name in self._commands:
             await self._spawn(name)
         self._watch(self._await_readiness())
 
@@ -128,7 +142,7 @@ class Supervisor:
         if self._store is not None:
             store = msgspec.structs.replace(settings.store, url=self._store.url)
             settings = msgspec.structs.replace(settings, store=store)
-        if name == "engine":
+        if name in ("engine", "embedder"):
             settings = msgspec.structs.replace(settings, security=SecuritySettings(), tenants=())
         return child_environ(os.environ, settings)
 
@@ -201,7 +215,7 @@ class Supervisor:
         """In the order of the requests' way, so that each drains while what it needs still runs."""
         seconds = self._settings.server.drain_seconds + GRACE_SECONDS
         self._stop_requests = max(self._stop_requests, 1)
-        for name in ("gateway", "engine", "store"):
+        for name in ("gateway", "engine", "embedder", "store"):
             if name in self.children:
                 await self.children[name].stop(seconds)
         for task in self._watchers:
@@ -229,6 +243,17 @@ def child_environ(environ: Mapping[str, str], settings: Settings) -> dict[str, s
     kept = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), environ.get("PYTHONPATH", "")]))
     return {**kept, **settings_environ(settings), "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def default_embedder_command(settings: Settings) -> list[str]:
+    retrieval = settings.retrieval
+    return [
+        *(sys.executable, "-m", "retrieval.embedder", embedder_endpoint(settings)),
+        *("--model", retrieval.embedder_model),
+        *("--reranker", retrieval.reranker),
+        *("--threads", str(retrieval.embedder_threads)),
+        *("--batch-size", str(retrieval.embedder_batch_size)),
+    ]
 
 
 def local_url(settings: Settings) -> str:

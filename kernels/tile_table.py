@@ -1,10 +1,16 @@
-"""(architecture, kernel, head size, bytes of a KV element): (block_m, block_n, num_warps, num_stages).
+"""Tiles of the attention kernels, and two thresholds, by architecture. `kernels.heuristics` says what they mean.
 
-Written by `python -m bench.tune`; `kernels.heuristics` reads it.
+Written by `python -m bench.tune`. Rows of architectures that are not in MEASURED were chosen by what compiles well
+(no spills, loads in flight while a tile is computed), not by timing; so were their thresholds, by estimate.
+
+    TILES   (architecture, kernel, head size, bytes of a KV element): (block_m, block_n, num_warps, num_stages)
 """
 
 from __future__ import annotations
 
+MEASURED: frozenset[int] = frozenset([])
+PROGRAMS_PER_SM: dict[int, int] = {80: 8, 90: 8, 100: 8}
+MIN_SHARED_SAVING: dict[int, int] = {80: 8192, 90: 8192, 100: 8192}
 TILES: dict[tuple[int, str, int, int], tuple[int, int, int, int]] = {
     (80, "decode", 64, 1): (16, 64, 4, 4),
     (80, "decode", 64, 2): (16, 64, 4, 4),

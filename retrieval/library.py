@@ -166,6 +166,8 @@ class Library:
         key = keys.collection(tenant, record.id)
         if await self._redis.run("SET", key, msgspec.json.encode(record), "XX") is None:
             raise NotFoundError(f"No such vector store: {record.id[:100]!r}.")
+        await self._redis.run("INCR", keys.version(tenant, record.id))
+        await self._redis.run("XADD", keys.EVENTS, "*", "tenant", tenant, "collection", record.id)
 
     async def delete_collection(self, tenant: str, collection_id: str) -> list[str]:
         """The ids of the chunks that are gone with it."""

@@ -27,7 +27,7 @@ SYSTEM = "You answer from the handbook, shortly, and name the page that you have
 DOCUMENT = {"id": "memo", "text": "The harbour opens at seven and closes at nine in the evening. " * 4}
 
 
-def ask(stack: Stack, tenant: str = "alice", content: str = QUESTION, **options: object) -> httpx.Response:
+def ask(stack: Stack, tenant: str = "alice", content: str = QUESTION, **options: Any) -> httpx.Response:
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 8, **options}
     response = stack.gateway.http.post("/v1/chat/completions", json=body, headers=stack.gateway.headers(tenant))
     assert response.status_code == 200, response.text
@@ -78,16 +78,14 @@ def visible(response: httpx.Response) -> tuple[object, ...]:
 def bobs_view(stack: Stack) -> list[tuple[object, ...]]:
     system = {"role": "system", "content": SYSTEM}
     user = {"role": "user", "content": QUESTION}
-    return [
-        visible(ask(stack, "bob", cache_report=True, **options))
-        for options in (
-            {},
-            {},
-            {"documents": [DOCUMENT]},
-            {"messages": [system, user], "documents": [DOCUMENT]},
-            {"content": QUESTION + "More."},
-        )
+    asked: list[dict[str, Any]] = [
+        {},
+        {},
+        {"documents": [DOCUMENT]},
+        {"messages": [system, user], "documents": [DOCUMENT]},
+        {"content": QUESTION + "More."},
     ]
+    return [visible(ask(stack, "bob", cache_report=True, **options)) for options in asked]
 
 
 def test_no_field_and_no_header_of_b_changes_because_of_a(stack: Stack, tmp_path: Path) -> None:
@@ -109,7 +107,7 @@ def test_a_published_prompt_is_computed_once_and_says_nothing_of_what_follows(st
     """Tenants share the operator's prompt; why a miss behind it is a miss must not tell that others went on there."""
     root = AdminClient(stored.gateway)
     root.ok("PUT", "prompts/handbook", {"text": SYSTEM})
-    options: dict[str, object] = {"system_prompt_id": "handbook", "documents": [DOCUMENT], "cache_report": True}
+    options: dict[str, Any] = {"system_prompt_id": "handbook", "documents": [DOCUMENT], "cache_report": True}
     first = ask(stored, "alice", **options)
     assert cached(first) == 0
     second = ask(stored, "bob", **options)
@@ -239,13 +237,13 @@ def total(page: Any, name: str) -> int:
 
 def test_every_computed_token_has_a_reason(stack: Stack) -> None:
     """vllm#54607: zero hits look the same whatever the cause."""
-    expected = [
+    expected: list[tuple[str, dict[str, Any]]] = [
         ("cold", {}),
         ("diverged", {"content": QUESTION[:200] + "another way " * 12}),
         ("disabled", {"use_cache": False}),
     ]
     for reason, options in expected:
-        report = ask(stack, cache_report=True, **options).json()["cache_report"]  # type: ignore[arg-type]
+        report = ask(stack, cache_report=True, **options).json()["cache_report"]
         classes = {name for segment in report["segments"] for name in segment["classes"]}
         assert reason in classes
         assert sum(sum(s["classes"].values()) for s in report["segments"]) == report["prompt_tokens"]

@@ -1,12 +1,14 @@
 """I7 on the real model: with greedy decoding the text does not depend on what was cached.
 
-Sixty prompts of real English (the standard library's own documentation), in pairs that share a document, in fp32, each
-answered without any cache first. Then cold, warm, partially warm, after eviction, after preemption, in a full batch
-and alone, with every freed block filled with NaN: the text is the same.
+Fifty-two prompts of real English (the standard library's own documentation), in pairs that share a document, in fp32,
+each answered without any cache first. Then cold, warm, partially warm, after eviction, after preemption, in a full
+batch and alone, with every freed block filled with NaN: the text is the same.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import inspect
 import json
 import textwrap
@@ -27,21 +29,24 @@ from engine.settings import EngineSettings, ModelSettings, Settings, StoreSettin
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCOPE = b"one tenant------"
-BLOCK_BYTES = 16 * 30 * 2 * 3 * 64 * 4  # 16 slots of SmolLM2-135M in fp32
-OUTPUT_TOKENS = 12
+TOKEN_BYTES = 30 * 2 * 3 * 64 * 4  # KV of SmolLM2-135M in fp32
+OUTPUT_TOKENS = 8
 QUESTIONS = ("Summarise this in one sentence.", "Which part should a beginner read first, and why?")
 
 
 class RealEngine:
     """The real model behind a pool of chosen size; freed blocks are filled with NaN after every step."""
 
-    def __init__(self, data_dir: Path, num_blocks: int, max_num_seqs: int, *, caching: bool = True) -> None:
+    def __init__(
+        self, data_dir: Path, kv_tokens: int, max_num_seqs: int, *, caching: bool = True, block_size: int = 16
+    ) -> None:
         settings = Settings(
             model=ModelSettings(dtype="float32"),
             store=StoreSettings(data_dir=data_dir),
             engine=EngineSettings(
                 device="cpu",
-                kv_cache_memory=num_blocks * BLOCK_BYTES,
+                block_size=block_size,
+                kv_cache_memory=kv_tokens * TOKEN_BYTES,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=512,
                 prefill_chunk_size=128,
@@ -99,17 +104,17 @@ class RealEngine:
 
 
 def _documents() -> Iterator[str]:
-    for owner in (json, textwrap, inspect, Path, pytest):
+    for owner in (json, textwrap, inspect, Path, pytest, argparse, asyncio):
         for name, value in sorted(vars(owner).items()):
             text = inspect.getdoc(value) if callable(value) and not name.startswith("_") else None
-            if text and 200 < len(text) < 900:
+            if text and 200 < len(text) < 640:
                 yield f"{name}\n{text}"
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
-    documents = list(dict.fromkeys(_documents()))[:30]
-    assert len(documents) == 30
+    documents = list(dict.fromkeys(_documents()))[:26]
+    assert len(documents) == 26
     turn = "<|im_start|>user\n{document}\n\n{question}<|im_end|>\n<|im_start|>assistant\n"
     return [turn.format(document=document, question=question) for document in documents for question in QUESTIONS]
 
@@ -117,7 +122,7 @@ def prompts() -> list[str]:
 @pytest.fixture(scope="module")
 def expected(prompts: list[str], model_data_dir: Path) -> list[str]:
     """Every prompt alone, on an engine that caches nothing."""
-    engine = RealEngine(model_data_dir, 64, 1, caching=False)
+    engine = RealEngine(model_data_dir, 1024, 1, caching=False)
     texts = engine.alone(prompts)
     assert engine.hits() == 0
     return texts
@@ -125,16 +130,17 @@ def expected(prompts: list[str], model_data_dir: Path) -> list[str]:
 
 def test_i7_cold_partially_warm_and_warm_alone(prompts: list[str], expected: list[str], model_data_dir: Path) -> None:
     """The second question of a pair finds the document of the first; the second round finds everything."""
-    engine = RealEngine(model_data_dir, 1600, 1)
+    engine = RealEngine(model_data_dir, 10_000, 1)
     assert engine.alone(prompts) == expected
     partially = [engine.accounts[str(number)] for number in range(1, len(prompts), 2)]
     assert all(account.num_cached_tokens > 0.5 * account.num_prompt_tokens for account in partially)
     assert engine.alone(prompts) == expected
-    assert all(a.num_cached_tokens == a.num_prompt_tokens - 1 for a in engine.accounts.values())
+    # All but a tail that filled no block.
+    assert all(a.num_cached_tokens >= (a.num_prompt_tokens - 1) // 16 * 16 for a in engine.accounts.values())
 
 
 def test_i7_in_a_full_batch_cold_and_warm(prompts: list[str], expected: list[str], model_data_dir: Path) -> None:
-    engine = RealEngine(model_data_dir, 1600, 16)
+    engine = RealEngine(model_data_dir, 10_000, 16)
     assert engine.together(prompts) == expected
     assert engine.together(prompts) == expected
     assert engine.hits() > 0
@@ -142,8 +148,7 @@ def test_i7_in_a_full_batch_cold_and_warm(prompts: list[str], expected: list[str
 
 def test_i7_after_eviction_and_after_preemption(prompts: list[str], expected: list[str], model_data_dir: Path) -> None:
     """A pool that holds about three prompts: everything is evicted all the time, and requests preempt each other."""
-    longest = 26
-    engine = RealEngine(model_data_dir, longest + 12, 8)
+    engine = RealEngine(model_data_dir, 448, 8, block_size=4)
     assert engine.together(prompts) == expected
     stats = engine.engine.stats()
     assert stats.num_evicted_blocks > 500

@@ -33,6 +33,7 @@ def fake_supervisor(settings: Settings, on_ready: list[str], on_line: LineSink =
         on_line=on_line,
         engine_command=(sys.executable, "-m", MODULE, "engine"),
         gateway_command=(sys.executable, "-m", MODULE, "gateway"),
+        embedder_command=(sys.executable, "-m", MODULE, "embedder"),
     )
 
 

@@ -14,18 +14,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from itertools import permutations
+
+import msgspec
 
 from engine.errors import EngineUnavailableError, from_wire
 from engine.protocol import (
     PROTOCOL_VERSION,
     Delta,
+    DocumentStats,
+    DocumentUse,
     EngineInfo,
     EngineStats,
+    Erase,
+    Erased,
     EvictionLine,
     FinishReason,
+    GetDocumentStats,
     OwnerUse,
     ProbeResult,
     PromptAccount,
+    Segment,
     SegmentKind,
     Submit,
     unpack_tokens,
@@ -52,7 +61,9 @@ class FakeEngine:
         self.probe_gate.set()
         self.started = self.closed = False
         self.reachable = reachable
-        self._blocks: set[tuple[bytes, tuple[int, ...]]] = set()
+        self.erased: list[Erase] = []
+        # Of each full block: whose it is, and the documents with tokens in it or before it.
+        self._blocks: dict[tuple[bytes, tuple[int, ...]], tuple[str, frozenset[str]]] = {}
         self._info = EngineInfo(
             protocol_version=PROTOCOL_VERSION,
             incarnation="1",
@@ -104,6 +115,47 @@ class FakeEngine:
             ledger=self.ledger,
         )
 
+    async def erase(self, request: Erase) -> Erased:
+        if not self.reachable:
+            raise EngineUnavailableError("no engine")
+        self.erased.append(request)
+        gone = [
+            block
+            for block, (owner, documents) in self._blocks.items()
+            if request.owner in (None, owner)
+            and (request.document_ids is None or documents.intersection(request.document_ids))
+        ]
+        for block in gone:
+            del self._blocks[block]
+        return Erased(erase_id=request.erase_id, num_blocks=len(gone), num_by_tier={"device": len(gone)})
+
+    async def document_stats(self, request: GetDocumentStats) -> DocumentStats:
+        if not self.reachable:
+            raise EngineUnavailableError("no engine")
+        counts = {
+            document_id: sum(
+                scope in request.scopes and document_id in documents
+                for (scope, _), (_, documents) in self._blocks.items()
+            )
+            for document_id in request.document_ids
+        }
+        return DocumentStats(
+            query_id=request.query_id,
+            documents=tuple(
+                DocumentUse(
+                    document_id=document_id,
+                    num_blocks=count,
+                    num_bytes=count * 1024,
+                    num_by_tier={"device": count},
+                    hits=0,
+                    tokens_saved=0,
+                    last_use=0.0,
+                )
+                for document_id, count in counts.items()
+                if count
+            ),
+        )
+
     async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         self.submitted.append(submit)
         ended = False
@@ -133,9 +185,12 @@ class FakeEngine:
             raise from_wire(code, f"the engine says {code}", None)
         if command == "silence":
             await asyncio.Event().wait()
+        submit, order = self._arrange(submit)
         account = self._admit(submit)
         if command == "wait":
-            yield Delta(request_id=submit.request_id, text="", num_output_tokens=0, account=account)
+            yield Delta(
+                request_id=submit.request_id, text="", num_output_tokens=0, account=account, document_order=order
+            )
             await asyncio.Event().wait()
         text, reason = self._output(submit)
         for i, char in enumerate(text, 1):
@@ -147,12 +202,18 @@ class FakeEngine:
                 text=char,
                 num_output_tokens=i,
                 account=account if i == 1 else None,
+                document_order=order if i == 1 else None,
                 finish_reason=last,
             )
             await asyncio.sleep(0)
         if not text:
             yield Delta(
-                request_id=submit.request_id, text="", num_output_tokens=0, account=account, finish_reason=reason
+                request_id=submit.request_id,
+                text="",
+                num_output_tokens=0,
+                account=account,
+                document_order=order,
+                finish_reason=reason,
             )
 
     def _output(self, submit: Submit) -> tuple[str, FinishReason]:
@@ -164,18 +225,54 @@ class FakeEngine:
             return text[: submit.sampling.max_tokens], FinishReason.LENGTH
         return text, FinishReason.STOP
 
+    def _arrange(self, submit: Submit) -> tuple[Submit, tuple[int, ...] | None]:
+        """For `cache`: of all orders of the documents that need not stay last, the one with the longest hit."""
+        if submit.document_order != "cache":
+            return submit, None
+        places = [i for i, each in enumerate(submit.segments) if each.kind is SegmentKind.DOCUMENT]
+        head, foot = submit.segments[: places[0]], submit.segments[places[-1] + 1 :]
+        pinned = tuple(reversed(range(min(submit.pin_top, len(places)))))
+        orders = [(*free, *pinned) for free in permutations(range(len(pinned), len(places)))]
+        arranged = [(*head, *(submit.segments[places[i]] for i in order), *foot) for order in orders]
+        best = max(range(len(orders)), key=lambda i: (self._num_cached(arranged[i]), -i))
+        return msgspec.structs.replace(submit, segments=arranged[best]), orders[best]
+
+    def _num_cached(self, segments: tuple[Segment, ...]) -> int:
+        ids = [i for segment in segments for i in unpack_tokens(segment.tokens)]
+        cached = 0
+        for end in range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE):
+            if (_scope_at(segments, end), tuple(ids[:end])) not in self._blocks or end == len(ids):
+                break
+            cached = end
+        return cached
+
     def _admit(self, submit: Submit) -> PromptAccount:
         """The account of a prompt, by full blocks; the last token is always computed."""
         ids = [i for segment in submit.segments for i in unpack_tokens(segment.tokens)]
-        scopes = [segment.scope for segment in submit.segments for _ in range(len(segment))]
         if not submit.use_cache:
             return PromptAccount(disabled=len(ids))
-        ends = range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE)
-        cached = 0
-        for end in ends:
-            if (scopes[end - 1], tuple(ids[:end])) not in self._blocks or end == len(ids):
-                break
-            cached = end
-        self._blocks.update((scopes[end - 1], tuple(ids[:end])) for end in ends)
+        cached = self._num_cached(submit.segments)
+        for end in range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE):
+            block = (_scope_at(submit.segments, end), tuple(ids[:end]))
+            self._blocks[block] = (submit.tenant_id, _documents_before(submit.segments, end))
         tail = len(ids) % BLOCK_SIZE or 1
         return PromptAccount(device=cached, cold=max(len(ids) - cached - tail, 0), partial_block=tail)
+
+
+def _scope_at(segments: tuple[Segment, ...], end: int) -> bytes:
+    """The scope of the block that ends there: that of its last token."""
+    for segment in segments:
+        end -= len(segment)
+        if end <= 0:
+            return segment.scope
+    raise AssertionError("the block ends behind the prompt")
+
+
+def _documents_before(segments: tuple[Segment, ...], end: int) -> frozenset[str]:
+    found: set[str] = set()
+    start = 0
+    for segment in segments:
+        if start < end and segment.document_id is not None:
+            found.add(segment.document_id)
+        start += len(segment)
+    return frozenset(found)

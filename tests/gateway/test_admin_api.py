@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from typing import Any
@@ -54,10 +55,10 @@ def test_the_store_holds_no_key(stored_gateway: RunningGateway, root: AdminClien
     """Whoever reads the store, or a copy of it, must not be able to use a key."""
     key = root.ok("POST", "tenants/alice/keys", {})["api_key"]
     with redis.Redis(unix_socket_path=store_url.removeprefix("unix://")) as client:
-        dump = b"".join(value for name in ("tenants", "keys") for value in client.hvals(f"radixgate:{name}"))
-        dump += b"".join(fields[b"line"] for _, fields in client.xrange("radixgate:audit"))
-    assert key.encode() not in dump
-    assert key[3:20].encode() not in dump
+        dump = str([client.hgetall(f"radixgate:{name}") for name in ("tenants", "keys")])
+        dump += str(client.xrange("radixgate:audit"))
+    assert "key_hash" in dump
+    assert key[3:20] not in dump
 
 
 def test_a_revoked_key_is_refused_at_once_and_for_ever(stored_gateway: RunningGateway, root: AdminClient) -> None:
@@ -118,11 +119,10 @@ def test_a_disabled_tenant_is_refused_and_comes_back(stored_gateway: RunningGate
 
 def test_every_gateway_learns_of_a_revocation_within_a_second(store_url: str) -> None:
     """Two gateways on one store: what one revokes the other refuses."""
-    first = run_gateway_thread(FakeEngine(), store_url=store_url)
-    one = next(first)
-    second = run_gateway_thread(FakeEngine(), store_url=store_url, keys=one.keys)
-    other = next(second)
-    try:
+    with contextlib.ExitStack() as stack:
+        gateways = contextlib.contextmanager(run_gateway_thread)
+        one = stack.enter_context(gateways(FakeEngine(), store_url=store_url))
+        other = stack.enter_context(gateways(FakeEngine(), store_url=store_url, keys=one.keys))
         key_id = AdminClient(one).new_key("alice", "shared")
         key = one.keys["shared"]
         other.wait_until(lambda: status_of(other, key) == 200)
@@ -130,9 +130,6 @@ def test_every_gateway_learns_of_a_revocation_within_a_second(store_url: str) ->
         assert status_of(one, key) == 401
         time.sleep(1.0)  # the promise; it is about five polls
         assert status_of(other, key) == 401
-    finally:
-        first.close()
-        second.close()
 
 
 def test_what_the_settings_name_is_made_once_and_stays_revoked(store_url: str) -> None:
@@ -172,6 +169,7 @@ def test_a_tenant_from_creation_to_its_first_answer(stored_gateway: RunningGatew
     with stored_gateway.client("erin") as client:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
     (submit,) = stored_gateway.engine.submitted
+    assert submit.policy is not None
     assert (submit.tenant_id, submit.priority, submit.policy.weight) == ("erin", -1, 2.5)
     assert root.call("POST", "tenants", {"id": "erin"}).status_code == 409
 

@@ -36,7 +36,7 @@ def ask(gateway: RunningGateway, content: str = QUESTION, tenant: str = "alice",
 
 def usage_of(gateway: RunningGateway, tenant: str = "alice", path: str = "/v1/usage", **query: object) -> Any:
     params = {"start_time": int(time.time()) - 600, "bucket_width": "1d", **query}
-    response = gateway.http.get(path, params=params, headers=gateway.headers(tenant))  # type: ignore[arg-type]
+    response = gateway.http.get(path, params=params, headers=gateway.headers(tenant))
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -172,7 +172,7 @@ def test_usage_is_the_sum_of_responses_over_a_random_run(stored_gateway: Running
     for _ in range(60):
         content = QUESTION * chance.randint(1, 3) + chance.choice("abc")
         stream, n = chance.random() < 0.5, chance.randint(1, 3)
-        options: dict[str, object] = {"n": n}
+        options: dict[str, Any] = {"n": n}
         if stream:
             options |= {"stream": True, "stream_options": {"include_usage": True}}
         if chance.random() < 0.15:
@@ -201,6 +201,7 @@ def _stream_usage(text: str) -> Any:
 
 def test_a_client_that_leaves_is_counted_once_with_what_it_got(stored_gateway: RunningGateway) -> None:
     """litellm#14457: a disconnect lost the usage row."""
+    prompt = 0
     for _ in range(3):
         with stored_gateway.http.stream(
             "POST", "/v1/chat/completions", json=body("wait", stream=True), headers=stored_gateway.headers()

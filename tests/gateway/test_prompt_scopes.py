@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,10 +47,10 @@ def build(
     system: str | None = PUBLIC_PROMPT,
     documents: tuple[Document, ...] = (),
     source: str = CUTTABLE["chatml"],
-    **narrowing: str,
+    narrowing: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Segment, ...]:
     scopes = PromptScopes.of_request(SECRET, who, narrowing, published())
-    messages = [Message("system", system)] * (system is not None) + [Message("user", "Why?")]
+    messages = [*([Message("system", system)] if system is not None else []), Message("user", "Why?")]
     builder = PromptBuilder(ChatTemplate(source, SPECIAL_TOKENS), PromptTokenizer(TOKENIZER.to_str().encode(), source))
     return builder.build(messages, documents, scopes)
 
@@ -92,7 +94,7 @@ def test_a_private_document_cannot_pass_for_a_public_one_by_its_id() -> None:
 
 def test_end_users_share_their_tenants_documents_and_not_their_questions() -> None:
     one, two, nobody = (
-        build(tenant("a"), documents=(OWN_DOCUMENT,), **who) for who in ({"user": "1"}, {"user": "2"}, {})
+        build(tenant("a"), documents=(OWN_DOCUMENT,), narrowing=who) for who in ({"user": "1"}, {"user": "2"}, {})
     )
     shared = {scope_of(s, SegmentKind.DOCUMENT, "o1") for s in (one, two, nobody)}
     own = {scope_of(s, SegmentKind.QUESTION) for s in (one, two, nobody)}
@@ -101,7 +103,7 @@ def test_end_users_share_their_tenants_documents_and_not_their_questions() -> No
 
 def test_a_salt_narrows_everything_and_never_to_another_tenants_scope() -> None:
     scopes = [
-        {s.scope for s in build(tenant(name), **narrowing)}
+        {s.scope for s in build(tenant(name), narrowing=narrowing)}
         for name in ("a", "b")
         for narrowing in ({"cache_salt": "x"}, {"cache_salt": "y"}, {"prompt_cache_key": "x"}, {})
     ]
@@ -124,7 +126,9 @@ def test_scopes_only_narrow_in_every_template_and_order() -> None:
         for order in itertools.permutations(documents):
             for system in (None, PUBLIC_PROMPT, "Mine."):
                 for narrowing in ({}, {"user": "u"}, {"cache_salt": "s", "user": "u"}):
-                    segments = build(tenant("a", "g"), system=system, documents=order, source=source, **narrowing)
+                    segments = build(
+                        tenant("a", "g"), system=system, documents=order, source=source, narrowing=narrowing
+                    )
                     ScopedTokens(16, [(s.tokens, s.scope, s.owner) for s in segments])
 
 

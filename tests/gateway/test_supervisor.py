@@ -100,7 +100,7 @@ async def test_serves_until_stopped_then_ends_in_the_requests_order(tmp_path: Pa
         run.supervisor.stop()
         assert await run.exit_code() == 0
         ends = [(name, line) for name, line in run.lines if "drained" in line or "ready to exit" in line]
-        assert [name for name, _ in ends] == ["gateway", "engine", "store"]
+        assert [name for name, _ in ends] == ["gateway", "engine", "embedder", "store"]
         assert not await answers(store_url)
 
 
@@ -217,7 +217,7 @@ def test_signal_ends_in_exit_code_0(tmp_path: Path, number: signal.Signals) -> N
     with started.process:
         started.process.send_signal(number)
         assert started.process.wait(LIMIT) == 0
-    assert len(started.child_pids) == 3
+    assert len(started.child_pids) == 4
     assert all_gone(started.child_pids)
 
 

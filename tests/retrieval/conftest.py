@@ -114,7 +114,7 @@ class Parts:
         return await self.library.member(self.tenant, collection_id, file_id)
 
     async def keys(self, pattern: str) -> list[str]:
-        return sorted(key.decode() for key in await self.redis.keys(f"rg:{self.tenant}:{pattern}"))
+        return sorted(await self.commands.texts("KEYS", f"rg:{self.tenant}:{pattern}"))
 
 
 @asynccontextmanager
