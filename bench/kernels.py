@@ -10,6 +10,7 @@ Shapes are one layer of an 8-billion model: 32 query heads, 8 KV heads of 128, b
 figure is a median on a cold L2. JSON: `decode_copy_share` by batch, `prefill_share` by case, `shared_prefix_speedup`,
 `store_copy_share`, `copy_share`, `gather_share`, `copy_tb_s`, `gemm_tflop_s`.
 
+First `bench.kernel_checks` compares every kernel with the reference: a wrong kernel's speed is not worth a figure.
 Without a CUDA device it says so, and the JSON is {"gpu": null}.
 """
 
@@ -29,6 +30,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.gpu_timer import median_ms
+from bench.kernel_checks import run_checks
 from kernels.block_copier import BlockCopier
 from kernels.cost import AttentionModel, copy_cost, decode_cost, prefill_cost, store_cost
 from kernels.heuristics import DeviceModel
@@ -221,9 +223,9 @@ def main() -> int:
         print("no CUDA device: the kernels' speed was not measured.")
         print(json.dumps({"gpu": None}))
         return 0
-    results = Results()
-    device = measure_device(results)
     model = DeviceModel.of(torch.device("cuda"))
+    results = Results(figures={"checks_passed": run_checks(model)})
+    device = measure_device(results)
     bench_decode(device, model, results)
     bench_prefill(model, results)
     bench_shared_prefix(model, results)

@@ -62,6 +62,10 @@ class Owner:
         self.shelf: list[_Entry] = []
 
     @property
+    def quota_blocks(self) -> int | None:
+        return None if self.quota == _NO_QUOTA else self.quota
+
+    @property
     def excess(self) -> int:
         """Blocks above the quota."""
         return self.num_blocks - self.quota

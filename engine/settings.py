@@ -44,6 +44,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_choices: Positive = 8  # largest `n`
     drain_seconds: Annotated[float, Meta(ge=0)] = 30.0  # after SIGTERM, how long running requests may go on
     log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"
+    workers: Positive = 1  # gateway processes that share the port
+    tenant_labels: NotNegative = 50  # tenants with metrics of their own; the rest is "other"
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +84,8 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class SecuritySettings(msgspec.Struct, frozen=True, kw_only=True):
     secret: str = ""  # "": made once and kept in the data directory, mode 0600
+    metrics_token: str = ""  # for GET /metrics; "": made once and kept in the data directory, mode 0600
+    operator_password_hash: str = ""  # argon2, by `radixgate password`; "": no login by password
 
 
 class RetrievalSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +138,13 @@ class UsageSettings(msgspec.Struct, frozen=True, kw_only=True):
     currency: str = "USD"
 
 
+class TracingSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenTelemetry, off by default. Needs the extra `radixgate[tracing]`."""
+
+    endpoint: str = ""  # OTLP over HTTP, such as http://localhost:4318; "": no spans
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0  # of requests that no caller has decided on
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
@@ -140,6 +152,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreSettings = StoreSettings()
     security: SecuritySettings = SecuritySettings()
     usage: UsageSettings = UsageSettings()
+    tracing: TracingSettings = TracingSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
     tenants: tuple[TenantSettings, ...] = ()
 
@@ -416,7 +429,7 @@ def masked(settings: Settings) -> dict[str, object]:
 def _masked_items(settings: Settings) -> Iterator[tuple[str, object]]:
     for key in KNOWN_KEYS:
         value = _value_of(settings, key)
-        if key == "security.secret":
+        if key in ("security.secret", "security.metrics_token", "security.operator_password_hash"):
             yield key, "***" if value else ""
         elif key == "store.url":
             yield key, _mask_password(str(value))

@@ -1,6 +1,8 @@
 """The gateway's application, wired in one place.
 
     /livez /readyz ───────────────────────► ReadinessProbe ─► Engine.probe
+    /metrics  guard: the metrics' token ──► GatewayMetrics, Engine.metrics_text
+    /dashboard  its own login ────────────► HistoryReader, Engine.cache_view
     /v1  guard: tenant of the API key
       ├─ chat/completions ─► ChatCompletions ─► ChatRetriever (documents) ─► ServedModel (prompt)
       │                                       ─► ChatCompletionResponse ─► Metering (limits, usage) ─► Engine.generate
@@ -33,6 +35,7 @@ from gateway.auth import tenant_guard
 from gateway.cache_documents_api import cache_document_routes
 from gateway.chat import ChatCompletions, chat_route
 from gateway.chat_documents import ChatRetriever
+from gateway.dashboard.routes import template_config
 from gateway.directory_sync import DirectorySync
 from gateway.drain import Drain
 from gateway.embeddings_api import embedding_routes
@@ -40,9 +43,10 @@ from gateway.engine_port import Engine
 from gateway.engine_speed import EngineSpeed
 from gateway.error_responses import exception_handlers
 from gateway.files_api import file_routes
-from gateway.health import ReadinessProbe, StoreProblem, health_routes
+from gateway.health import ReadinessProbe, health_routes
 from gateway.metering import Metering
 from gateway.models import model_routes
+from gateway.operations import Operations
 from gateway.rate_limits import Limiter
 from gateway.request_context import add_request_id
 from gateway.retrieval_service import RetrievalService
@@ -68,7 +72,7 @@ def create_app(
     *,
     drain: Drain | None = None,
     store: StoreClient | None = None,
-    store_problem: StoreProblem | None = None,
+    operations: Operations | None = None,
     redis: Redis | None = None,
     embedder: Embedder | None = None,
 ) -> Litestar:
@@ -104,6 +108,8 @@ def create_app(
     v1 = Router("/v1", guards=[tenant_guard(tenants)], route_handlers=routes)
     admin = admin_router(tenants, TenantAdmin(store, tenants.secret, sync.poll), engine, usage)
 
+    routers = [v1] if operations is None else [v1, *operations.routers(settings, engine, tenants, drain)]
+
     @asynccontextmanager
     async def connections(_: Litestar) -> AsyncGenerator[None]:
         await engine.start()
@@ -120,13 +126,15 @@ def create_app(
             if retrieval is not None:
                 await retrieval.close()
             await engine.close()
-            await store.close()
+            if operations is None:  # else it is closed with them, after their last words
+                await store.close()
 
-    probe = ReadinessProbe(engine, drain, store_problem or store.problem)
+    probe = ReadinessProbe(engine, drain, store.problem)
     return Litestar(
-        route_handlers=[v1, admin, *health_routes(probe)],
-        lifespan=[connections],
+        route_handlers=[*routers, admin, *health_routes(probe)],
+        lifespan=[connections] if operations is None else [operations.lifespan, connections],
         exception_handlers=exception_handlers(),
+        template_config=template_config(),
         before_send=[add_request_id],
         request_max_body_size=settings.server.max_body_bytes,
         openapi_config=None,

@@ -64,6 +64,18 @@ def _create_secret(path: Path) -> None:
         aside.unlink()
 
 
+def load_or_create_random(path: Path) -> str:
+    """The text of a file that holds something random, in the form of an API key; made, mode 0600, if it is new."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return path.read_text("utf-8").strip()
+    text = new_api_key()
+    with os.fdopen(fd, "w") as file:
+        file.write(text + "\n")
+    return text
+
+
 def authenticate(tenants: TenantDirectory, authorization: str | None, now: float | None = None) -> Caller:
     """Who an `Authorization` header speaks for. Raises `AuthenticationError`."""
     scheme, _, key = (authorization or "").partition(" ")
@@ -74,11 +86,9 @@ def authenticate(tenants: TenantDirectory, authorization: str | None, now: float
     if caller is None:
         # A short "key" would be shown whole by its last four characters.
         raise AuthenticationError(f"Incorrect API key{f' (it ends in {key[-4:]})' if len(key) >= 16 else ''}.")
-    problem = caller.key.problem(time.time() if now is None else now)
+    problem = caller.problem(time.time() if now is None else now)
     if problem is not None:
         raise AuthenticationError(f"This API key (it ends in {key[-4:]}) {problem}.")
-    if caller.tenant.record.disabled:
-        raise AuthenticationError(f"The tenant of this API key (it ends in {key[-4:]}) is disabled.")
     return caller
 
 

@@ -22,7 +22,7 @@ from gateway.http_io import HttpRequest, json_response, tenant_of
 from gateway.retrieval_service import RetrievalService
 from gateway.retrieval_types import Deleted
 from gateway.tenants import Tenant
-from retrieval.records import chunk_id
+from retrieval.records import chunk_id, document_id_of
 
 
 class CachedDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,11 +73,11 @@ class CacheDocuments:
     async def documents_of(self, tenant: Tenant, document_id: str) -> tuple[str, ...]:
         """Ids as the engine knows them; a client's own document is known to nobody else."""
         found = await self.chunk_ids(tenant, document_id)
-        return tuple(each.partition(":")[2] for each in found) or (document_id,)
+        return tuple(document_id_of(each) for each in found) or (document_id,)
 
     async def warm(self, tenant: Tenant, document_id: str, *, pinned: bool) -> WarmResult:
         found = await self.stored(tenant, document_id)
-        queued = self._retrieval.prefill.offer(tenant.id, [each.partition(":")[2] for each in found], found)
+        queued = self._retrieval.prefill.offer(tenant.id, found)
         return WarmResult(id=document_id, queued=queued, pinned=pinned)
 
 
@@ -90,7 +90,7 @@ def cache_document_routes(retrieval: RetrievalService, engine: Engine) -> list[H
         ids = await documents.documents_of(tenant, document_id)
         asked = GetDocumentStats(query_id=uuid.uuid4().hex, scopes=(tenant.scope,), document_ids=ids)
         uses = (await engine.document_stats(asked)).documents
-        pins = {each.partition(":")[2] for each in await retrieval.pins.of(tenant.id)}
+        pins = {document_id_of(each) for each in await retrieval.pins.of(tenant.id)}
         if not uses and ids == (document_id,) and not await documents.chunk_ids(tenant, document_id):
             raise NotFoundError(f"No such document: {document_id[:100]!r}.")
         return json_response(_summary(document_id, ids, uses, pinned=bool(pins.intersection(ids))))

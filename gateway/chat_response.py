@@ -41,6 +41,7 @@ from gateway.openai_types import (
     Usage,
 )
 from gateway.request_context import RequestContext, request_context
+from gateway.request_record import in_prompt_order
 
 _JSON = msgspec.json.Encoder()
 
@@ -108,9 +109,10 @@ class ChatCompletionResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = request_context(scope)
+        context.model, context.stream = self._header.model, self._stream
         async with self._metering.admit(self._attempt) as meter:
             context.headers = meter.headers()
-            async with Generation(self._engine, self._submits) as generation:
+            async with Generation(self._engine, self._submits, context.timing) as generation:
                 with self._drain.admit(generation.fail):
                     async with _fail_on_disconnect(receive, generation):
                         try:
@@ -125,6 +127,8 @@ class ChatCompletionResponse:
         meter.taken_on = True
         await self._documents.remember()
         context.account = meter.account = tally.account
+        order = next(update.delta.document_order for update in early if update.choice == 0)
+        context.segments = in_prompt_order(self._submits[0].segments, order)
         body = self._stream_body if self._stream else self._whole_body
         try:
             await body(_chain(early, updates), tally, context, send)

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from engine.protocol import (
+    CacheView,
     Delta,
     DocumentStats,
     EngineInfo,
@@ -24,6 +25,9 @@ class Engine(Protocol):
         """None until the engine has been reached for the first time."""
         ...
 
+    @property
+    def connected(self) -> bool: ...
+
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
@@ -34,6 +38,14 @@ class Engine(Protocol):
 
     async def stats(self) -> EngineStats:
         """Raises `EngineUnavailableError`."""
+        ...
+
+    async def metrics_text(self, timeout: float) -> bytes:
+        """The engine's metrics in Prometheus' text format. Raises `EngineUnavailableError`."""
+        ...
+
+    async def cache_view(self, owner: str | None, max_nodes: int, timeout: float) -> CacheView:
+        """The cache as it is now; of one owner only, if given. Raises `EngineUnavailableError`."""
         ...
 
     async def erase(self, request: Erase) -> Erased:

@@ -138,7 +138,9 @@ def _answer_retrieval_error(request: Request[Any, Any, State], error: RetrievalE
 
 
 def _answer_radixgate_error(request: Request[Any, Any, State], error: RadixgateError) -> Response[bytes]:
-    rid = request_context(request.scope).request_id
+    context = request_context(request.scope)
+    context.outcome = error.code
+    rid = context.request_id
     if not isinstance(error, RequestError | ServiceError):
         logger.error("request %s failed", rid, exc_info=error)
     return _response(error_body(error, rid), ERROR_RESPONSES[type(error)].status, error_headers(error))

@@ -31,6 +31,7 @@ from retrieval.errors import RetrievalError
 from retrieval.library import Library
 from retrieval.pins import Pins
 from retrieval.popularity import Popularity
+from retrieval.records import document_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class _Ahead:
 
     tokens_left: float
     refilled_at: float
-    queue: OrderedDict[str, str] = field(default_factory=OrderedDict[str, str])  # document id → chunk id
+    queue: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])  # chunk ids
     prompts: OrderedDict[tuple[PromptScopes, tuple[Message, ...]], SystemPrompt] = field(
         default_factory=OrderedDict[tuple[PromptScopes, tuple[Message, ...]], SystemPrompt]
     )
@@ -104,12 +105,12 @@ class PrefillAhead:
             prompts.popitem(last=False)
         self._wake.set()
 
-    def offer(self, tenant: str, document_ids: Sequence[str], chunk_ids: Sequence[str]) -> int:
-        """Queues documents. How many are queued now."""
+    def offer(self, tenant: str, chunk_ids: Sequence[str]) -> int:
+        """Queues passages. How many are queued now."""
         if not self._capacity:
             return 0
         queue = self._of(tenant).queue
-        queue.update(zip(document_ids, chunk_ids, strict=True))
+        queue.update(dict.fromkeys(chunk_ids))
         while len(queue) > _MAX_QUEUE:
             queue.popitem()
         self._wake.set()
@@ -130,8 +131,9 @@ class PrefillAhead:
         return False
 
     async def _prefill_next(self, tenant: str, ahead: _Ahead) -> None:
-        document_id = max(ahead.queue, key=lambda each: self._popularity.rank(tenant, each))
-        chunks = await self._library.chunks(tenant, [ahead.queue.pop(document_id)])
+        chunk_id = max(ahead.queue, key=lambda each: self._popularity.rank(tenant, document_id_of(each)))
+        del ahead.queue[chunk_id]
+        chunks = await self._library.chunks(tenant, [chunk_id])
         prompts = sorted(ahead.prompts.values(), key=lambda each: -each.uses)[:_PROMPTS_AHEAD]
         for chunk in chunks:  # none, if it was deleted meanwhile
             document = Document(chunk.document_id, chunk.title, chunk.text)
@@ -171,8 +173,7 @@ class PrefillAhead:
             await asyncio.sleep(_REWARM_SECONDS)
             with suppress(RetrievalError):
                 for tenant in self._tenants:
-                    chunk_ids = sorted(await self._pins.of(tenant))
-                    self.offer(tenant, [each.partition(":")[2] for each in chunk_ids], chunk_ids)
+                    self.offer(tenant, sorted(await self._pins.of(tenant)))
 
 
 async def prefill(engine: Engine, tenant: str, segments: tuple[Segment, ...]) -> int:

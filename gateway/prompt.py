@@ -139,8 +139,7 @@ class PromptBuilder:
                 param="messages",
             )
         scope, owner = scopes.layer(Level.OWN)
-        tokens = self._tokenizer.template_tokens(whole, begins=True)
-        return (Segment(SegmentKind.TEMPLATE, tokens, scope, owner=owner),)
+        return (Segment(SegmentKind.TEMPLATE, self._tokenizer.rendering_tokens(whole, scope), scope, owner=owner),)
 
 
 def lay_out(

@@ -12,7 +12,8 @@ from typing import cast
 
 from litestar.types import Message, Scope
 
-from engine.protocol import PromptAccount
+from engine.protocol import PromptAccount, Segment
+from gateway.request_timing import RequestTiming
 from gateway.tenants import Caller, Tenant
 
 # A client's id goes into our log: no line breaks, no unbounded length.
@@ -28,7 +29,11 @@ class RequestContext:
     account: PromptAccount | None = None
     num_output_tokens: int = 0
     headers: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])  # of its response
-    outcome: str = ""  # an error code, or `disconnected`, where the status does not say it
+    outcome: str = ""  # an error code, or `disconnected`
+    model: str = ""
+    stream: bool = False
+    segments: tuple[Segment, ...] = ()  # in the order of the prompt, once the account is there
+    timing: RequestTiming = field(default_factory=RequestTiming)
 
 
 def request_context(scope: Scope) -> RequestContext:

@@ -25,7 +25,7 @@ from retrieval.library import Job, Library
 from retrieval.parser_process import ParserProcess
 from retrieval.pins import Pins
 from retrieval.popularity import Popularity
-from retrieval.records import Chunking, CollectionFile
+from retrieval.records import Chunking, CollectionFile, document_id_of
 from retrieval.redis_commands import RedisCommands
 from retrieval.search_indexes import SearchIndexes
 from retrieval.searcher import Searcher
@@ -66,13 +66,13 @@ class RetrievalService:
         await self.embedder.close()
         await self._redis.aclose()
 
-    async def erase(self, tenant: Tenant, document_ids: Sequence[str]) -> int | None:
-        """The KV of documents that this tenant has deleted; what others have of the operator's goes as well."""
+    async def erase(self, tenant: Tenant, chunk_ids: Sequence[str]) -> int | None:
+        """The KV of passages that this tenant has deleted; what others have of the operator's goes as well."""
         owner = None if tenant.id == self.settings.operator_tenant else tenant.owner or tenant.id
-        return await self.erasure.erase(owner, document_ids)
+        return await self.erasure.erase(owner, [document_id_of(each) for each in chunk_ids])
 
     def _ingested(self, job: Job, member: CollectionFile) -> None:
-        self.prefill.offer(job.tenant, [each.partition(":")[2] for each in member.chunk_ids], member.chunk_ids)
+        self.prefill.offer(job.tenant, member.chunk_ids)
 
     async def _tokenizer(self) -> ModelTokenizer:
         model = await self._models.current()

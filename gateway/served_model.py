@@ -37,7 +37,7 @@ class ServedModel:
     @classmethod
     def of(cls, info: EngineInfo) -> ServedModel:
         template = ChatTemplate(info.chat_template, info.special_tokens)
-        return cls(info, PromptBuilder(template, PromptTokenizer(info.tokenizer_json, info.chat_template)))
+        return cls(info, PromptBuilder(template, PromptTokenizer(info.tokenizer_json, template.own_text())))
 
     def describes(self, info: EngineInfo) -> bool:
         return self.info.tokenizer_json == info.tokenizer_json and self.info.chat_template == info.chat_template

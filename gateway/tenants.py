@@ -62,6 +62,12 @@ class Caller:
     tenant: Tenant
     key: KeyRecord
 
+    def problem(self, now: float) -> str | None:
+        """Why nobody may use it now; None when it can be used."""
+        if self.tenant.record.disabled:
+            return "belongs to a tenant that is disabled"
+        return self.key.problem(now)
+
 
 class TenantDirectory:
     """Tenants and keys by id, and keys by their HMAC. A key belongs to exactly one tenant."""

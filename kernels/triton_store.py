@@ -1,6 +1,6 @@
 """store_kv: scatter the new tokens' keys and values of one layer into their slots, quantized on the way if asked.
 
-    key    [num_tokens, num_kv_heads, head_dim], any strides       row = (token, KV head): head_dim elements in one piece
+    key    [num_tokens, num_kv_heads, head_dim], any strides      row = (token, KV head): head_dim elements in one piece
     cache  block slot // block_size, layer, 0 | 1, slot % block_size, KV head
 
 A negative slot is padding and is not written: the rows that fill a captured graph's batch carry tables of an earlier

@@ -94,8 +94,12 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def document_id(self) -> str:
-        return self.id.partition(":")[2]
+        return document_id_of(self.id)
 
 
 def chunk_id(embedder_tag: str, document_id: str) -> str:
     return f"{embedder_tag}:{document_id}"
+
+
+def document_id_of(chunk_id: str) -> str:
+    return chunk_id.partition(":")[2]

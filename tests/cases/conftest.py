@@ -20,10 +20,10 @@ from tests.engine.fake_runner import FakeRunner
 from tests.engine.harness import engine_info
 from tests.gateway.byte_tokenizer import byte_tokenizer
 from tests.gateway.chat_templates import CHATML, SPECIAL_TOKENS
-from tests.gateway.conftest import RunningGateway, run_gateway_thread, store_server, store_url
+from tests.gateway.conftest import RunningGateway, empty_store_url, run_gateway_thread, store_server
 from tests.gateway.fake_engine import FakeEngine
 
-__all__ = ["store_server", "store_url"]  # fixtures of the gateway's tests
+__all__ = ["empty_store_url", "store_server"]  # fixtures of the gateway's tests
 
 NUM_BLOCKS = 512
 BLOCK_SIZE = 16

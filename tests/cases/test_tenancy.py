@@ -39,8 +39,8 @@ def cached(response: httpx.Response) -> int:
 
 
 @pytest.fixture
-def stored(tmp_path: Path, store_url: str) -> Iterator[Stack]:
-    yield from run_stack(tmp_path, store_url=store_url)
+def stored(tmp_path: Path, empty_store_url: str) -> Iterator[Stack]:
+    yield from run_stack(tmp_path, store_url=empty_store_url)
 
 
 def tenants_of(keys: dict[str, str], **options: dict[str, object]) -> list[TenantSettings]:
@@ -184,11 +184,11 @@ def test_over_its_quota_a_tenant_loses_its_own_oldest_and_is_never_refused(tmp_p
 
 
 def test_usage_is_what_the_engine_did_over_a_random_run_with_preemption_and_aborts(
-    tmp_path: Path, store_url: str
+    tmp_path: Path, empty_store_url: str
 ) -> None:
     """I9: usage, responses and the engine's own counts agree. vllm#25780: recomputation was counted as hits."""
     chance = random.Random(3)
-    for stack in run_stack(tmp_path, store_url=store_url, num_blocks=64):
+    for stack in run_stack(tmp_path, store_url=empty_store_url, num_blocks=64):
         prompts = [f"{i} {QUESTION[: chance.randint(100, 280)]}" for i in range(6)]
         bodies = [chance.choice(prompts) for _ in range(30)]
 

@@ -12,17 +12,23 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from redis.asyncio import Redis
 
 from engine.settings import ServerSettings, Settings, TenantSettings
 from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.auth import hash_api_key, new_api_key
 from gateway.drain import Drain
+from gateway.operations import Operations
 from gateway.server import GatewayServer
 from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
+from retrieval.embedder_client import Embedder
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.store_server import StoreServer
+from tests.store_server import store_url
+
+__all__ = ["store_url"]
 
 SECRET = b"a secret for tests"
 
@@ -93,6 +99,9 @@ def run_gateway_thread(
     engine: FakeEngine,
     settings: Settings | None = None,
     *,
+    operated: bool = False,
+    redis: Redis | None = None,
+    embedder: Embedder | None = None,
     store_url: str | None = None,
     keys: dict[str, str] | None = None,
     tenants: list[TenantSettings] | None = None,
@@ -101,13 +110,24 @@ def run_gateway_thread(
     tenants = four_tenants(keys) if tenants is None else tenants
     settings = settings or Settings(server=ServerSettings(max_choices=4, max_body_bytes=1 << 20))
     drain = Drain()
-    store = StoreClient(store_url, timeout=STORE_TIMEOUT)
-    app = create_app(settings, engine, TenantDirectory(SECRET, tenants), drain=drain, store=store)
+    operations = Operations(settings, StoreClient(settings.store.url or None)) if operated else None
+    store = operations.store if operations else StoreClient(store_url, timeout=STORE_TIMEOUT)
+    directory = TenantDirectory(SECRET, tenants)
+    app = create_app(
+        settings,
+        engine,
+        directory,
+        drain=drain,
+        store=store,
+        operations=operations,
+        redis=redis,
+        embedder=embedder,
+    )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     config = uvicorn.Config(
-        AccessLog(app),
+        AccessLog(app, operations.observers if operations else ()),
         lifespan="on",
         log_config=None,
         access_log=False,
@@ -149,12 +169,12 @@ def store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreServ
 
 
 @pytest.fixture
-def store_url(store_server: StoreServer) -> str:
-    """An empty store."""
+def empty_store_url(store_server: StoreServer) -> str:
+    """A store that holds nothing, and is this test's alone while it runs."""
     store_server.command("FLUSHALL")
     return store_server.url
 
 
 @pytest.fixture
-def stored_gateway(store_url: str) -> Iterator[RunningGateway]:
-    yield from run_gateway_thread(FakeEngine(), store_url=store_url)
+def stored_gateway(empty_store_url: str) -> Iterator[RunningGateway]:
+    yield from run_gateway_thread(FakeEngine(), store_url=empty_store_url)

@@ -21,6 +21,7 @@ import msgspec
 from engine.errors import EngineUnavailableError, from_wire
 from engine.protocol import (
     PROTOCOL_VERSION,
+    CacheView,
     Delta,
     DocumentStats,
     DocumentUse,
@@ -46,6 +47,32 @@ BLOCK_SIZE = 16
 MODEL = "echo/byte-model"
 
 
+def empty_view() -> CacheView:
+    return CacheView(
+        query_id="",
+        block_size=BLOCK_SIZE,
+        num_blocks=1024,
+        nodes=(),
+        num_nodes=0,
+        block_map=b"f" * 1024,
+        blocks_per_cell=1,
+        owners=(),
+        evictions=(),
+        requests=(),
+    )
+
+
+def one_owner(view: CacheView, owner: str) -> CacheView:
+    return msgspec.structs.replace(
+        view,
+        nodes=tuple(node for node in view.nodes if node.owner == owner),
+        block_map=b"",
+        owners=tuple(row for row in view.owners if row.owner == owner),
+        evictions=tuple(row for row in view.evictions if row.owner == owner),
+        requests=tuple(row for row in view.requests if row.tenant_id == owner),
+    )
+
+
 class FakeEngine:
     def __init__(self, *, max_model_len: int = 8192, chat_template: str = CHATML, reachable: bool = True) -> None:
         self.tokenizer = byte_tokenizer()
@@ -61,6 +88,8 @@ class FakeEngine:
         self.probe_gate.set()
         self.started = self.closed = False
         self.reachable = reachable
+        self.view = empty_view()
+        self.metrics = b"# TYPE radixgate_engine_steps counter\nradixgate_engine_steps_total 7.0\n"
         self.erased: list[Erase] = []
         # Of each full block: whose it is, and the documents with tokens in it or before it.
         self._blocks: dict[tuple[bytes, tuple[int, ...]], tuple[str, frozenset[str]]] = {}
@@ -114,6 +143,20 @@ class FakeEngine:
             owners=self.owners,
             ledger=self.ledger,
         )
+
+    @property
+    def connected(self) -> bool:
+        return self.reachable
+
+    async def metrics_text(self, timeout: float) -> bytes:
+        if not self.reachable:
+            raise EngineUnavailableError("no engine")
+        return self.metrics
+
+    async def cache_view(self, owner: str | None, max_nodes: int, timeout: float) -> CacheView:
+        if not self.reachable:
+            raise EngineUnavailableError("no engine")
+        return self.view if owner is None else one_owner(self.view, owner)
 
     async def erase(self, request: Erase) -> Erased:
         if not self.reachable:

@@ -51,10 +51,10 @@ def test_a_new_key_works_at_once_and_is_shown_once(stored_gateway: RunningGatewa
     assert "key_hash" not in everything
 
 
-def test_the_store_holds_no_key(stored_gateway: RunningGateway, root: AdminClient, store_url: str) -> None:
+def test_the_store_holds_no_key(stored_gateway: RunningGateway, root: AdminClient, empty_store_url: str) -> None:
     """Whoever reads the store, or a copy of it, must not be able to use a key."""
     key = root.ok("POST", "tenants/alice/keys", {})["api_key"]
-    with redis.Redis(unix_socket_path=store_url.removeprefix("unix://")) as client:
+    with redis.Redis(unix_socket_path=empty_store_url.removeprefix("unix://")) as client:
         dump = str([client.hgetall(f"radixgate:{name}") for name in ("tenants", "keys")])
         dump += str(client.xrange("radixgate:audit"))
     assert "key_hash" in dump
@@ -117,12 +117,12 @@ def test_a_disabled_tenant_is_refused_and_comes_back(stored_gateway: RunningGate
     assert status_of(stored_gateway, stored_gateway.keys["bob"]) == 200
 
 
-def test_every_gateway_learns_of_a_revocation_within_a_second(store_url: str) -> None:
+def test_every_gateway_learns_of_a_revocation_within_a_second(empty_store_url: str) -> None:
     """Two gateways on one store: what one revokes the other refuses."""
     with contextlib.ExitStack() as stack:
         gateways = contextlib.contextmanager(run_gateway_thread)
-        one = stack.enter_context(gateways(FakeEngine(), store_url=store_url))
-        other = stack.enter_context(gateways(FakeEngine(), store_url=store_url, keys=one.keys))
+        one = stack.enter_context(gateways(FakeEngine(), store_url=empty_store_url))
+        other = stack.enter_context(gateways(FakeEngine(), store_url=empty_store_url, keys=one.keys))
         key_id = AdminClient(one).new_key("alice", "shared")
         key = one.keys["shared"]
         other.wait_until(lambda: status_of(other, key) == 200)
@@ -132,11 +132,11 @@ def test_every_gateway_learns_of_a_revocation_within_a_second(store_url: str) ->
         assert status_of(other, key) == 401
 
 
-def test_what_the_settings_name_is_made_once_and_stays_revoked(store_url: str) -> None:
+def test_what_the_settings_name_is_made_once_and_stays_revoked(empty_store_url: str) -> None:
     """A restart must not bring a key back that was revoked because it had leaked."""
     keys: dict[str, str] | None = None
     for expected in (200, 401):
-        for gateway in run_gateway_thread(FakeEngine(), store_url=store_url, keys=keys):
+        for gateway in run_gateway_thread(FakeEngine(), store_url=empty_store_url, keys=keys):
             keys = gateway.keys
             assert status_of(gateway, keys["alice"]) == expected
             root = AdminClient(gateway)
@@ -144,11 +144,13 @@ def test_what_the_settings_name_is_made_once_and_stays_revoked(store_url: str) -
             root.ok("POST", f"tenants/alice/keys/{key['id']}/revoke")
 
 
-def test_a_store_that_was_emptied_is_noticed(stored_gateway: RunningGateway, root: AdminClient, store_url: str) -> None:
+def test_a_store_that_was_emptied_is_noticed(
+    stored_gateway: RunningGateway, root: AdminClient, empty_store_url: str
+) -> None:
     """FLUSHALL while serving: what the settings name is made again, what was made since is gone."""
     root.new_key("alice", "made")
     assert status_of(stored_gateway, stored_gateway.keys["made"]) == 200
-    with redis.Redis(unix_socket_path=store_url.removeprefix("unix://")) as client:
+    with redis.Redis(unix_socket_path=empty_store_url.removeprefix("unix://")) as client:
         client.flushall()
     stored_gateway.wait_until(lambda: status_of(stored_gateway, stored_gateway.keys["made"]) == 401)
     assert status_of(stored_gateway, stored_gateway.keys["alice"]) == 200
@@ -203,9 +205,9 @@ def test_new_limits_hold_from_the_next_request(stored_gateway: RunningGateway, r
     assert found == [200, 429]
 
 
-async def test_two_administrators_cannot_undo_each_other_unseen(store_url: str) -> None:
+async def test_two_administrators_cannot_undo_each_other_unseen(empty_store_url: str) -> None:
     """Both read, both write: the later write must not bring the earlier one's old values back."""
-    store = StoreClient(store_url, timeout=10)
+    store = StoreClient(empty_store_url, timeout=10)
 
     async def nothing() -> None:
         pass

@@ -59,8 +59,8 @@ def limited(request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
         TenantSettings(id=name, key_hashes=(hash_api_key(SECRET, keys[name]),), **limit)  # type: ignore[arg-type]
         for name, limit in limits.items()
     ]
-    store_url = request.getfixturevalue("store_url") if request.param == "store" else None
-    yield from run_gateway_thread(FakeEngine(), store_url=store_url, keys=keys, tenants=tenants)
+    url = request.getfixturevalue("empty_store_url") if request.param == "store" else None
+    yield from run_gateway_thread(FakeEngine(), store_url=url, keys=keys, tenants=tenants)
 
 
 # ---------------------------------------------------------------- limits
@@ -292,11 +292,11 @@ def test_a_tenant_sees_its_own_usage_only(stored_gateway: RunningGateway) -> Non
     assert total(usage_of(stored_gateway, "root", "/admin/v1/usage"), "num_model_requests") == 3
 
 
-def test_saved_seconds_and_money_come_with_their_price(store_url: str) -> None:
+def test_saved_seconds_and_money_come_with_their_price(empty_store_url: str) -> None:
     settings = Settings(
         usage=UsageSettings(price_per_million_tokens=2.0, price_per_million_cached_tokens=0.5, currency="EUR")
     )
-    for gateway in run_gateway_thread(FakeEngine(), settings, store_url=store_url):
+    for gateway in run_gateway_thread(FakeEngine(), settings, store_url=empty_store_url):
         assert [ask(gateway).status_code for _ in range(2)] == [200, 200]
         page = usage_of(gateway)
         cached = total(page, "input_cached_tokens")

@@ -45,7 +45,7 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
     if request.param == "local":
         yield LocalLimiter()
         return
-    store = await open_store(request.getfixturevalue("store_url"))
+    store = await open_store(request.getfixturevalue("empty_store_url"))
     try:
         yield StoreLimiter(store)
     finally:
@@ -280,11 +280,11 @@ async def test_what_could_not_be_settled_is_settled_when_the_store_is_back(store
 
 
 async def test_a_lease_of_a_dead_gateway_ends_and_a_renewed_one_does_not(
-    store_url: str, monkeypatch: pytest.MonkeyPatch
+    empty_store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gateway that was killed must not hold its tenants' concurrency for ever."""
     monkeypatch.setattr("gateway.rate_limits.LEASE_MS", 1000)
-    store = await open_store(store_url)
+    store = await open_store(empty_store_url)
     limiter = StoreLimiter(store)
     await limiter.reserve("t", "dead", [], 1, 1)
     with pytest.raises(RateLimitError):

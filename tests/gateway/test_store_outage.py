@@ -92,7 +92,7 @@ async def test_a_script_that_the_store_has_forgotten_is_sent_again(store_server:
 
 
 @pytest.fixture
-def two_processes(tmp_path: Path, store_url: str) -> Iterator[tuple[Stack, list[int], dict[str, str]]]:
+def two_processes(tmp_path: Path, empty_store_url: str) -> Iterator[tuple[Stack, list[int], dict[str, str]]]:
     """`python -m gateway.server` twice, on one store and one engine."""
     keys = {name: new_api_key() for name in ("alice", "root")}
     config = tmp_path / "radixgate.toml"
@@ -102,7 +102,7 @@ def two_processes(tmp_path: Path, store_url: str) -> Iterator[tuple[Stack, list[
             f"""
             [store]
             data_dir = "{tmp_path}"
-            url = "{store_url}"
+            url = "{empty_store_url}"
             timeout_ms = 5000
             [engine]
             endpoint = "{stack.server.endpoint}"

@@ -17,8 +17,10 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(store_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("RADIXGATE_STORE__URL", store_url)
+def run(
+    empty_store_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Run:
+    monkeypatch.setenv("RADIXGATE_STORE__URL", empty_store_url)
     monkeypatch.setenv("RADIXGATE_STORE__DATA_DIR", str(tmp_path))
     monkeypatch.setenv("RADIXGATE_SECURITY__SECRET", SECRET.decode())
 

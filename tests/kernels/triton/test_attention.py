@@ -61,8 +61,10 @@ def test_keys_are_split_and_merged(cached: int, new: int, interpreter: Worker) -
     interpreter(interpreted.check_attention, shape, interpreted.LARGE_DEVICE)
 
 
-def test_a_window_over_splits(interpreter: Worker) -> None:
-    shape = Shape(lengths=((1000, 8), (700, 1)), num_kv_heads=1, block_size=16, sliding_window=530, soft_cap=4.0)
+@pytest.mark.parametrize("window", [256, 530])
+def test_a_window_over_splits(window: int, interpreter: Worker) -> None:
+    """The first tile begins before the window does: a cut that counts from the window's edge loses the last keys."""
+    shape = Shape(lengths=((1000, 8), (700, 1)), num_kv_heads=1, block_size=16, sliding_window=window, soft_cap=4.0)
     interpreter(interpreted.check_attention, shape, interpreted.LARGE_DEVICE)
 
 
