@@ -8,11 +8,11 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from gateway.supervisor import ready_model
 
 READY_SECONDS = 300.0  # the first start converts the default model
 STOP_SECONDS = 60.0
@@ -55,8 +55,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise SystemExit(f"the server ended while starting, with exit code {process.returncode}")
-        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-            urllib.request.urlopen(url, timeout=5).close()
+        if ready_model(url) is not None:
             return
         time.sleep(0.2)
     raise SystemExit(f"the server was not ready within {READY_SECONDS:.0f} s")

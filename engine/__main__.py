@@ -23,6 +23,7 @@ from types import FrameType
 from engine.build import build_engine
 from engine.errors import RadixgateError
 from engine.load_progress import stderr_progress
+from engine.measured_engine import MeasuredEngine
 from engine.server import EngineServer, refuse_second_engine
 from engine.settings import Settings, engine_endpoint, load_settings
 
@@ -56,7 +57,7 @@ def run_engine(settings: Settings) -> None:
     endpoint = engine_endpoint(settings)
     refuse_second_engine(endpoint)  # before minutes of loading, not after
     engine = build_engine(settings, stderr_progress if sys.stderr.isatty() else LoggedProgress())
-    server = EngineServer(engine, endpoint, drain_seconds=settings.server.drain_seconds)
+    server = EngineServer(MeasuredEngine(engine), endpoint, drain_seconds=settings.server.drain_seconds)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: server.stop())
     _tame_garbage_collector()

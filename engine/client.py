@@ -39,12 +39,20 @@ from engine.errors import EngineUnavailableError, InvalidRequestError, Radixgate
 from engine.protocol import (
     PROTOCOL_VERSION,
     Abort,
+    CacheView,
     ClientMessage,
     Delta,
+    DocumentStats,
     EngineInfo,
     EngineMessage,
+    EngineMetrics,
     EngineStats,
+    Erase,
+    Erased,
     Failure,
+    GetCacheView,
+    GetDocumentStats,
+    GetMetrics,
     GetStats,
     Hello,
     Probe,
@@ -56,6 +64,9 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 3.0
 STALL_SECONDS = 60.0
+_QUESTION_SECONDS = 30.0  # it is answered between two steps
+
+_Answer = Erased | DocumentStats | EngineMetrics | CacheView
 TRANSPORT_HEARTBEAT_MS = 3_000
 TRANSPORT_TIMEOUT_MS = 10_000
 RECONNECT_MS = 200
@@ -81,7 +92,7 @@ class _Stream:
             return
         self._texts.append(delta.text)
         if self._last is not None and delta.account is None:
-            delta = msgspec.structs.replace(delta, account=self._last.account)
+            delta = with_account_of(self._last, delta)
         self._last = delta
         self.ended = delta.finish_reason is not None
         self._arrived.set()
@@ -123,6 +134,7 @@ class EngineClient:
         self._streams: dict[str, _Stream] = {}
         self._probes: dict[str, asyncio.Future[ProbeResult]] = {}
         self._stats: deque[asyncio.Future[EngineStats]] = deque()
+        self._questions: dict[str, asyncio.Future[_Answer]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
@@ -234,6 +246,42 @@ class EngineClient:
         except TimeoutError as error:
             raise EngineUnavailableError(f"the engine gave no statistics within {timeout:.1f} s") from error
 
+    async def erase(self, request: Erase) -> Erased:
+        """Raises EngineUnavailableError; what was to be erased may then be gone, or not."""
+        answer = await self._question(request.erase_id, request)
+        assert isinstance(answer, Erased), "an id has one kind of answer"
+        return answer
+
+    async def document_stats(self, request: GetDocumentStats) -> DocumentStats:
+        answer = await self._question(request.query_id, request)
+        assert isinstance(answer, DocumentStats), "an id has one kind of answer"
+        return answer
+
+    async def metrics_text(self, timeout: float) -> bytes:
+        """The engine's metrics in Prometheus' text format. Raises EngineUnavailableError."""
+        query = GetMetrics(uuid.uuid4().hex)
+        answer = await self._question(query.query_id, query, timeout)
+        assert isinstance(answer, EngineMetrics), "an id has one kind of answer"
+        return answer.text
+
+    async def cache_view(self, owner: str | None, max_nodes: int, timeout: float) -> CacheView:
+        """The cache as it is now; of one owner only, if given. Raises EngineUnavailableError."""
+        query = GetCacheView(query_id=uuid.uuid4().hex, owner=owner, max_nodes=max_nodes)
+        answer = await self._question(query.query_id, query, timeout)
+        assert isinstance(answer, CacheView), "an id has one kind of answer"
+        return answer
+
+    async def _question(self, question_id: str, message: ClientMessage, timeout: float = _QUESTION_SECONDS) -> _Answer:
+        self._require_engine()
+        answer = self._questions[question_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._ask(message)
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError as error:
+            raise EngineUnavailableError(f"the engine gave no answer within {timeout:.0f} s") from error
+        finally:
+            del self._questions[question_id]
+
     def _require_engine(self) -> None:
         if not self.connected:
             raise EngineUnavailableError("the engine is not available; it may be starting or restarting")
@@ -281,8 +329,17 @@ class EngineClient:
                     answer.set_result(message)
             case EngineStats():
                 self._take_stats(message)
+            case Erased():
+                self._answer(message.erase_id, message)
+            case DocumentStats() | EngineMetrics() | CacheView():
+                self._answer(message.query_id, message)
             case EngineInfo():
                 self._greet(message)
+
+    def _answer(self, question_id: str, answer: _Answer) -> None:
+        waiting = self._questions.get(question_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
     def _feed(self, delta: Delta) -> None:
         stream = self._streams.get(delta.request_id)
@@ -345,10 +402,21 @@ class EngineClient:
             logger.warning("%s: %d requests fail", why, len(self._streams))
         for stream in self._streams.values():
             stream.fail(EngineUnavailableError(why))
-        for answer in [*self._probes.values(), *self._stats]:
+        for answer in [*self._probes.values(), *self._stats, *self._questions.values()]:
             if not answer.done():
                 answer.set_exception(EngineUnavailableError(why))
         self._stats.clear()
+
+
+def with_account_of(first: Delta, later: Delta) -> Delta:
+    """`later` with what only a request's first delta carries."""
+    return msgspec.structs.replace(
+        later,
+        account=first.account,
+        document_order=first.document_order,
+        queue_seconds=first.queue_seconds,
+        seconds_saved=first.seconds_saved,
+    )
 
 
 def _note_lost_abort(sent: asyncio.Future[zmq.MessageTracker | None]) -> None:

@@ -20,7 +20,7 @@ does not matter.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.prefix_index import PrefixIndex, PrefixMatch
@@ -33,18 +33,21 @@ _MAX_POPULAR = 65536
 
 
 class DocumentPopularity:
-    """How often each document was asked for lately. Halved when it grows too large, so that old fame fades."""
+    """How often each document was asked for lately, in each scope: what one tenant asks for must not order another's.
+
+    Halved when it grows too large, so that old fame fades.
+    """
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[bytes, str]] = Counter()
 
-    def note(self, document_ids: Sequence[str]) -> None:
-        self._counts.update(document_ids)
+    def note(self, segments: Iterable[Segment]) -> None:
+        self._counts.update((s.scope, s.document_id) for s in segments if s.document_id is not None)
         if len(self._counts) > _MAX_POPULAR:
             self._counts = Counter({name: count // 2 for name, count in self._counts.items() if count > 1})
 
-    def __getitem__(self, document_id: str) -> int:
-        return self._counts[document_id]
+    def of(self, document: Segment) -> int:
+        return self._counts[document.scope, document.document_id or ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +106,8 @@ class _Search:
         return chosen + [i for i in canonical if i not in chosen]
 
     def _rank(self, i: int) -> tuple[int, str, int]:
-        name = self._documents[i].document_id or ""
-        return (-self._popularity[name], name, i)
+        document = self._documents[i]
+        return (-self._popularity.of(document), document.document_id or "", i)
 
     def _owner(self, segment: Segment) -> str:
         return segment.owner or self._tenant_id

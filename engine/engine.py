@@ -9,7 +9,7 @@ What can go wrong, and what then:
     the step raises          its requests end with `EngineStepError`; what they computed in it was never indexed
     a row has no finite      that request ends; the others of the step have not moved and are computed again
       logits
-    an invariant is broken   the cache is dropped: a new pool and index; every request starts over, keeping the text
+    our bookkeeping fails    the cache is dropped: a new pool and index; every request starts over, keeping the text
                              it has (at most MAX_RESETS times, then it ends with an error). The process lives.
 
 One thread owns all of this. Nothing here blocks, and nothing is read from outside.
@@ -18,6 +18,7 @@ One thread owns all of this. Nothing here blocks, and nothing is read from outsi
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -82,7 +83,7 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, OutputStream] = {}
         self._arrivals = 0
-        self._broken: InvariantError | None = None  # found between steps
+        self._broken: Exception | None = None  # found between steps
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
@@ -113,13 +114,15 @@ class LLMEngine:
         if self.scheduler.num_waiting >= self.settings.max_waiting:
             raise OverloadedError(f"{self.settings.max_waiting} requests are waiting already; try again later")
         request = Request(submit, self._info.block_size, self._arrivals, secrets.randbits(63))
-        self._check_tokens(request)
+        self._check(request)
+        stream = OutputStream(request, self._output_rules)
         self._arrivals += 1
         self._requests[request.request_id] = request
-        self._streams[request.request_id] = OutputStream(request, self._output_rules)
+        self._streams[request.request_id] = stream
         self.scheduler.add(request)
 
-    def _check_tokens(self, request: Request) -> None:
+    def _check(self, request: Request) -> None:
+        """What the gateway has made sure of, once more: an engine must not depend on it to stay alive."""
         limit = self._info.max_model_len
         if request.num_prompt_tokens >= limit:
             raise ContextLengthExceededError(
@@ -129,8 +132,15 @@ class LLMEngine:
             )
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._info.vocab_size:
             raise InvalidRequestError("a token id is outside the model's vocabulary", param="segments")
-        if request.sampling.max_tokens < 1:
+        sampling, policy = request.sampling, request.policy
+        if sampling.max_tokens < 1:
             raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
+        if not all(sampling.stop):
+            raise InvalidRequestError("an empty stop string would end every text", param="stop")
+        if not (math.isfinite(policy.weight) and policy.weight > 0):
+            raise InvalidRequestError("a tenant's weight must be above 0", param="policy.weight")
+        if policy.max_running is not None and policy.max_running < 1:
+            raise InvalidRequestError("a tenant must be allowed one request at a time", param="policy.max_running")
 
     def abort_request(self, request_id: str) -> bool:
         """End a request at once and give its blocks back; False when there is none of that id."""
@@ -145,7 +155,7 @@ class LLMEngine:
         del self._requests[request.request_id], self._streams[request.request_id]
         try:
             self.scheduler.finish(request)
-        except InvariantError as error:  # the request is gone all the same; the cache goes before the next step
+        except Exception as error:  # noqa: BLE001  the request is gone all the same; the cache goes before the next step
             self._broken = error
 
     def has_work(self) -> bool:
@@ -159,7 +169,7 @@ class LLMEngine:
             return self._reset_cache(self._broken)
         try:
             output = self.scheduler.schedule()
-        except InvariantError as error:
+        except Exception as error:  # noqa: BLE001  a bug of ours, whatever its type: the requests must not pay for it
             return self._reset_cache(error)
         if not output.sequences:
             # The oldest request can always go on (engine/scheduler.py), so an empty step is a bug, not a wait.
@@ -176,7 +186,7 @@ class LLMEngine:
         try:
             for sequence, token_id in zip(output.sequences, tokens, strict=True):
                 self._postprocess(sequence, token_id, deltas)
-        except InvariantError as error:
+        except Exception as error:  # noqa: BLE001
             return deltas + self._reset_cache(error)
         return deltas
 
@@ -185,10 +195,16 @@ class LLMEngine:
         request.num_computed_tokens = sequence.end
         self._counters.num_computed_tokens += sequence.num_new
         self.scheduler.manager.cache_blocks(request)
-        if token_id is not None:
+        if token_id is None:
+            return
+        try:
             delta = self._push(request, token_id)
-            if delta is not None:
-                deltas.append(delta)
+        except Exception:
+            logger.exception("the output of request %s cannot be made; it ends", request.request_id)
+            deltas.append(self._fail(request, EngineStepError("this request's output could not be made into text")))
+            return
+        if delta is not None:
+            deltas.append(delta)
 
     def _push(self, request: Request, token_id: int) -> Delta | None:
         request.append_output(token_id)
@@ -222,7 +238,7 @@ class LLMEngine:
         failure = EngineStepError("the model's output for this request is not a number")
         return [self._fail(self._requests[sampled[row].request_id], failure) for row in error.row_indices]
 
-    def _reset_cache(self, error: InvariantError) -> list[Delta | Failure]:
+    def _reset_cache(self, error: Exception) -> list[Delta | Failure]:
         """Our bookkeeping cannot be trusted any more: drop all of it and compute again what is under way."""
         logger.error("the cache is dropped: %s", error, exc_info=error)
         self._counters.num_integrity_failures += 1
@@ -242,7 +258,7 @@ class LLMEngine:
         """Walk pool, index and tables; drop the cache when they disagree (nothing is lost but time)."""
         try:
             self.scheduler.manager.check_integrity(self.scheduler.running)
-        except InvariantError as error:
+        except Exception as error:  # noqa: BLE001
             self._reset_cache(error)
             return False
         return True

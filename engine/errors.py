@@ -15,6 +15,7 @@
         ├── EngineUnavailableError
         ├── EngineStepError     the step that computed this request failed
         ├── OverloadedError     the waiting queue is full
+        ├── StoreUnavailableError   what was asked for is in the store, and the store is away
         └── ShuttingDownError
 
 Errors that travel from the engine to the gateway carry their `code`; `from_wire` finds the class again.
@@ -92,6 +93,10 @@ class EngineStepError(ServiceError):
 
 class OverloadedError(ServiceError):
     code = "engine_overloaded"
+
+
+class StoreUnavailableError(ServiceError):
+    code = "store_unavailable"
 
 
 class ShuttingDownError(ServiceError):

@@ -29,6 +29,7 @@ from typing import Literal, NamedTuple, Protocol
 Policy = Literal["lru", "gdsf"]
 
 _NO_QUOTA = 1 << 62
+_SLACK = 64  # entries without a ticket that are not worth cleaning up
 _MAX_LEDGER = 4096  # pairs of owners; what goes beyond is counted under "other"
 _DEPTH_OF_DOUBLE_COST = 512  # blocks; at 8k tokens attention costs about as much as the linear layers of a small model
 
@@ -47,15 +48,20 @@ class Leaf(Protocol):
 class Owner:
     """Somebody whose blocks are counted: a tenant, a cache group, or the public."""
 
-    __slots__ = ("floor", "heap", "name", "num_blocks", "quota", "shelf")
+    __slots__ = ("floor", "heap", "name", "num_blocks", "num_leaves", "quota", "shelf")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_blocks = 0  # in the index
+        self.num_leaves = 0  # evictable ones
         self.floor = 0  # blocks that others may not take while they have more than theirs
         self.quota = _NO_QUOTA  # blocks above which its own go first
         self.heap: list[_Entry] = []
         self.shelf: list[_Entry] = []
+
+    @property
+    def quota_blocks(self) -> int | None:
+        return None if self.quota == _NO_QUOTA else self.quota
 
     @property
     def excess(self) -> int:
@@ -133,24 +139,22 @@ class EvictionOrder:
         entry = _Entry(leaf.priority, self._tickets, leaf)
         self._num_leaves += 1
         heapq.heappush(self._heap, entry)
-        heapq.heappush(leaf.owner.heap, entry)
-        if len(self._heap) > 2 * self._num_leaves + 1024:
-            self._compact()
+        owner = leaf.owner
+        owner.num_leaves += 1
+        heapq.heappush(owner.heap, entry)
+        # Entries without a ticket pin nodes that are gone. Each heap is cleaned when most of it is such entries, so
+        # at most once for as many additions as it costs.
+        if len(self._heap) > 2 * self._num_leaves + _SLACK:
+            self._heap = _valid(self._heap)
+        if len(owner.heap) + len(owner.shelf) > 4 * owner.num_leaves + _SLACK:
+            owner.heap, owner.shelf = _valid(owner.heap), _valid(owner.shelf)
 
     def discard(self, leaf: Leaf) -> None:
         """Is evictable no longer."""
         if leaf.ticket:
             leaf.ticket = 0
             self._num_leaves -= 1
-
-    def _compact(self) -> None:
-        """Drop entries without a ticket; at most once for every so many additions, so O(log n) each on average."""
-        self._heap = [entry for entry in self._heap if entry.leaf.ticket == entry.ticket]
-        heapq.heapify(self._heap)
-        for owner in self.owners.values():
-            owner.heap = [entry for entry in owner.heap if entry.leaf.ticket == entry.ticket]
-            heapq.heapify(owner.heap)
-            owner.shelf = [entry for entry in owner.shelf if entry.leaf.ticket == entry.ticket]
+            leaf.owner.num_leaves -= 1
 
     def candidates(self) -> Iterator[Leaf]:
         """Every evictable leaf once, in no order."""
@@ -199,6 +203,13 @@ class EvictionOrder:
         self.ledger[line] += blocks
         self._clock = max(self._clock, leaf.priority) if self.policy == "gdsf" else self._clock
         self.count(leaf.owner, -blocks)
+
+
+def _valid(heap: list[_Entry]) -> list[_Entry]:
+    """A heap of the entries that still hold."""
+    entries = [entry for entry in heap if entry.leaf.ticket == entry.ticket]
+    heapq.heapify(entries)
+    return entries
 
 
 def _first_valid(heap: list[_Entry]) -> _Entry | None:

@@ -82,15 +82,18 @@ class KVCacheManager:
         return self.index.match_prefix(request.tokens, request.num_tokens - 1)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """How much of a waiting request is in the cache now."""
-        match = self.get_computed_blocks(request)
-        return match.num_tokens if match else 0
+        """How much of a waiting request is in the cache now; looked up again only when the index has changed."""
+        if request.cached_hint is None or request.cached_hint[0] != self.index.version:
+            match = self.get_computed_blocks(request)
+            request.cached_hint = (self.index.version, match.num_tokens if match else 0)
+        return request.cached_hint[1]
 
     def is_awaiting(self, request: Request, match: PrefixMatch | None) -> bool:
         """Whether the next block this request lacks is being computed by another one right now.
 
-        Computing it twice would cost time and a block; the follower is asked again when that key is done. A key is
-        only a hint here: on a collision the follower waits a little for nothing.
+        Computing it twice would cost time and a block. The follower is asked again when the last block that both begin
+        with is done, not after each chunk of the leader: a burst of a thousand is looked up twice each. A key is only a
+        hint here: on a collision the follower waits a little for nothing.
         """
         if match is None:
             return False
@@ -101,7 +104,10 @@ class KVCacheManager:
         leader = self._computing.get(key)
         if leader is None or leader is request:
             return False
-        request.awaited_key = key
+        common = self.index.common_blocks(leader.tokens, request.tokens)
+        last = min(common, (request.num_tokens - 1) // self.block_size, request.tokens.span(block)[1]) - 1
+        pending = last - leader.num_indexed_blocks
+        request.awaited_key = leader.pending_keys[pending] if 0 <= pending < len(leader.pending_keys) else key
         return True
 
     def is_still_awaiting(self, request: Request) -> bool:
@@ -115,7 +121,16 @@ class KVCacheManager:
         # A hit on a cached block takes it out of what can be evicted.
         revived = self.pool.count_unreferenced(shared)
         needed = self._blocks_for(request.num_tokens + 1) - len(shared) + revived + reserve
-        return needed <= self.pool.num_free + self.pool.num_cached
+        available = self.pool.num_free + self.pool.num_cached
+        request.lacked_room = None if needed <= available else (self.index.version, available)
+        return needed <= available
+
+    def still_lacks_room(self, request: Request) -> bool:
+        """Whether nothing has changed for the better since `can_admit` said no: spares a look-up every step."""
+        if request.lacked_room is None:
+            return False
+        version, available = request.lacked_room
+        return version == self.index.version and self.pool.num_free + self.pool.num_cached <= available
 
     def admit(self, request: Request, match: PrefixMatch | None) -> BlockCopy | None:
         """Take hold of the matched prefix. The copy, if any, must be done before the step that follows."""
@@ -134,7 +149,7 @@ class KVCacheManager:
             self._announce(request)
         if request.account is None:
             request.account = self._account(request, match)
-            self.popularity.note(request.document_ids)
+            self.popularity.note(request.segments)
         return copy
 
     def _copy_on_write(self, request: Request, source: int, num_slots: int) -> BlockCopy | None:

@@ -142,11 +142,17 @@ class PrefixIndex:
         self.root = Node(None, _ROOT_SCOPE, Owner("nobody"), b"", root_key, array("i"))
         self.num_blocks = 0
         self.num_nodes = 0
+        self.num_inserted_blocks = 0  # since the start
         self.num_evicted_blocks = 0
         self._stride = block_size * TOKEN_BYTES
         self._digest = digest
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._max_ghosts = ghost_entries
+
+    @property
+    def version(self) -> int:
+        """Grows with every block that comes or goes: what was found at one version is found again at the same."""
+        return self.num_inserted_blocks + self.num_evicted_blocks
 
     # ------------------------------------------------------------------ find
 
@@ -208,6 +214,11 @@ class PrefixIndex:
             else:
                 high = middle
         return low
+
+    def common_blocks(self, one: ScopedTokens, other: ScopedTokens) -> int:
+        """Whole blocks in which two sequences begin alike, by tokens alone."""
+        last = min(len(one), len(other)) // self.block_size
+        return self._common_blocks(bytes(one.packed), other.packed, 0, last * self._stride)
 
     def _match_inside(
         self, sequence: ScopedTokens, limit: int, node: Node, blocks: int, block_ids: array[int]
@@ -374,16 +385,18 @@ class PrefixIndex:
     ) -> Node:
         """New blocks below `at`: its own run grows if only the caller holds it, else a child is made."""
         count = len(keys)
+        self.num_inserted_blocks += count
         tokens = bytes(sequence.packed[first * self._stride : (first + count) * self._stride])
         ids = block_ids[offset : offset + count]
         self.num_blocks += count
-        owner = self.order.owner(sequence.owner(scope))
-        self.order.count(owner, count)
         if at.lock_count == 1 and not at.children and at.scope == scope:
+            self.order.count(at.owner, count)  # of tenants that share a scope, who began a run pays for it
             at.tokens += tokens
             at.keys += b"".join(keys)
             at.block_ids += ids
             return at
+        owner = self.order.owner(sequence.owner(scope))
+        self.order.count(owner, count)
         child = Node(at, scope, owner, tokens, b"".join(keys), ids)
         child.lock_count = 1
         self._attach(at, child)

@@ -1,7 +1,9 @@
 """What gateway and engine say to each other: msgspec structs, msgpack on the wire, one struct a message.
 
-    gateway (DEALER) ──► engine (ROUTER)      Hello, Submit, Abort, Probe, GetStats, Erase, GetDocumentStats
-    gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats, Erased, DocumentStats
+    gateway (DEALER) ──► engine (ROUTER)      Hello, Submit, Abort, Probe, GetStats, Erase, GetDocumentStats,
+                                              GetMetrics, GetCacheView
+    gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats, Erased,
+                                              DocumentStats, EngineMetrics, CacheView
 
 Every `Submit` is answered by zero or more `Delta`s and ends with exactly one of: a `Delta` with a
 `finish_reason`, or a `Failure`. An `Abort` is never answered; the engine drops the request silently.
@@ -175,6 +177,20 @@ class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     """Answered by `EngineStats`."""
 
 
+class GetMetrics(msgspec.Struct, frozen=True, tag="get_metrics"):
+    """Answered by `EngineMetrics`."""
+
+    query_id: str
+
+
+class GetCacheView(msgspec.Struct, frozen=True, kw_only=True, tag="get_cache_view"):
+    """Answered by `CacheView`."""
+
+    query_id: str
+    owner: str | None = None  # only what this tenant owns; None: everything
+    max_nodes: int = 200
+
+
 # ---------------------------------------------------------------- engine → gateway
 
 
@@ -207,6 +223,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     account: PromptAccount | None = None
     document_order: tuple[int, ...] | None = None  # with the account, if documents were ordered: given positions
     finish_reason: FinishReason | None = None
+    queue_seconds: float | None = None  # with the account: from its arrival to its first step
+    seconds_saved: float | None = None  # with the account: what computing the cached tokens would have taken here
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
@@ -273,5 +291,69 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     num_output_tokens: int
 
 
-ClientMessage = Hello | Submit | Abort | Probe | GetStats | Erase | GetDocumentStats
-EngineMessage = EngineInfo | Delta | Failure | ProbeResult | EngineStats | Erased | DocumentStats
+class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True, tag="metrics"):
+    """The engine's own metrics in Prometheus' text format: one truth, whichever gateway passes it on."""
+
+    query_id: str
+    text: bytes
+
+
+class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of blocks of the radix tree. Parents come before their children."""
+
+    node: int  # place in `CacheView.nodes`
+    parent: int | None  # None: hangs at the root
+    owner: str
+    first_token: int  # tokens before it in its prefix
+    num_tokens: int
+    num_blocks: int
+    hits: int
+    num_holders: int  # requests that hold it right now
+
+
+class OwnerView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant has of the cache, in blocks."""
+
+    owner: str
+    num_blocks: int
+    floor: int
+    quota: int | None
+
+
+class EvictionView(msgspec.Struct, frozen=True, kw_only=True):
+    owner: str
+    pressed_by: str
+    num_blocks: int
+
+
+class RequestView(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that is in the engine now."""
+
+    request_id: str
+    tenant_id: str
+    state: str
+    num_prompt_tokens: int
+    num_cached_tokens: int | None  # None: not admitted yet
+    num_computed_tokens: int
+    num_output_tokens: int
+
+
+class CacheView(msgspec.Struct, frozen=True, kw_only=True, tag="cache_view"):
+    """The cache at one moment, for looking at: bounded, whatever the cache's size."""
+
+    query_id: str
+    block_size: int
+    num_blocks: int
+    nodes: tuple[PrefixNode, ...]  # the most used
+    num_nodes: int  # of the whole tree
+    block_map: bytes  # one letter a cell, in order of block ids: f(ree), c(ached), a(ctive)
+    blocks_per_cell: int
+    owners: tuple[OwnerView, ...]
+    evictions: tuple[EvictionView, ...]  # since the engine's start, most first
+    requests: tuple[RequestView, ...]
+
+
+ClientMessage = Hello | Submit | Abort | Probe | GetStats | Erase | GetDocumentStats | GetMetrics | GetCacheView
+EngineMessage = (
+    EngineInfo | Delta | Failure | ProbeResult | EngineStats | Erased | DocumentStats | EngineMetrics | CacheView
+)

@@ -34,9 +34,11 @@ class Request:
         "arrival",
         "awaited_key",
         "block_table",
+        "cached_hint",
         "chooses_order",
         "document_order",
         "indexable",
+        "lacked_room",
         "node",
         "num_bypasses",
         "num_computed_tokens",
@@ -87,13 +89,11 @@ class Request:
         self.num_indexed_blocks = 0
         self.pending_keys: list[bytes] = []  # keys of full prompt blocks from num_indexed_blocks on
         self.awaited_key: bytes | None = None  # a block that another request is computing right now
+        self.cached_hint: tuple[int, int] | None = None  # (version of the index, tokens found then)
+        self.lacked_room: tuple[int, int] | None = None  # (version of the index, blocks that could be had then)
 
     def _spans(self) -> list[tuple[bytes, bytes, str]]:
         return [(segment.tokens, segment.scope, segment.owner or self.tenant_id) for segment in self.segments]
-
-    @property
-    def document_ids(self) -> list[str]:
-        return [segment.document_id for segment in self.segments if segment.document_id is not None]
 
     def arrange(self, segments: tuple[Segment, ...], order: tuple[int, ...]) -> None:
         """The same segments in another order, before anything of the request has been computed."""

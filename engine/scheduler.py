@@ -45,8 +45,8 @@ class Scheduler:
     """Owns every request: `queue` (waiting), `parked` (waiting for another's block), `running` (in rank order)."""
 
     def __init__(self, limits: SchedulerLimits, manager: KVCacheManager) -> None:
-        if limits.token_budget < limits.prefill_chunk_size:
-            raise ValueError("the token budget is smaller than a prefill chunk")
+        if limits.token_budget < limits.prefill_chunk_size + limits.max_num_seqs - 1:
+            raise ValueError("the token budget does not hold a prefill chunk beside everyone else's decoding")
         self.limits = limits
         self.manager = manager
         self.queue = FairQueue()
@@ -150,6 +150,8 @@ class Scheduler:
 
     def _admit(self, request: Request, step: _Step) -> bool:
         """Start a request, or park it; False when it has to wait for room, and everyone else with it."""
+        if self.manager.still_lacks_room(request):
+            return False
         self.manager.arrange_documents(request)
         match = self.manager.get_computed_blocks(request)
         if self.manager.is_awaiting(request, match):

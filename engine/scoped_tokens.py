@@ -39,6 +39,8 @@ class ScopedTokens:
         for tokens, scope, owner in spans:
             if len(scope) != SCOPE_BYTES:
                 raise InvalidRequestError(f"a scope must have {SCOPE_BYTES} bytes, not {len(scope)}", param="segments")
+            if len(tokens) % TOKEN_BYTES:
+                raise InvalidRequestError("packed tokens must be whole int32", param="segments")
             self.packed += tokens
             self._close_span(scope, owner)
         if not self.packed:

@@ -48,12 +48,16 @@ from engine.errors import (
 )
 from engine.protocol import (
     Abort,
+    CacheView,
     ClientMessage,
     Delta,
     EngineInfo,
     EngineMessage,
+    EngineMetrics,
     EngineStats,
     Failure,
+    GetCacheView,
+    GetMetrics,
     GetStats,
     Hello,
     Probe,
@@ -94,6 +98,12 @@ class ServedEngine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def info(self) -> EngineInfo: ...
+
+    def metrics_text(self) -> bytes:
+        """Prometheus' text format."""
+        ...
+
+    def cache_view(self, query: GetCacheView) -> CacheView: ...
 
     def check_integrity(self) -> bool:
         """Walks everything, repairs what has drifted; False if there was something to repair."""
@@ -271,6 +281,10 @@ class EngineServer:
                 self._probes.append((identity, message.probe_id))
             case GetStats():
                 self._send(client, self.engine.stats())
+            case GetMetrics():
+                self._send(client, EngineMetrics(query_id=message.query_id, text=self.engine.metrics_text()))
+            case GetCacheView():
+                self._send(client, self.engine.cache_view(message))
 
     def _handle_malformed(self, client: _Client, payload: bytes, why: str) -> None:
         self.counters.num_malformed += 1

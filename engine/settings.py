@@ -44,6 +44,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_choices: Positive = 8  # largest `n`
     drain_seconds: Annotated[float, Meta(ge=0)] = 30.0  # after SIGTERM, how long running requests may go on
     log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"
+    workers: Positive = 1  # gateway processes that share the port
+    tenant_labels: NotNegative = 50  # tenants with metrics of their own; the rest is "other"
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +83,8 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class SecuritySettings(msgspec.Struct, frozen=True, kw_only=True):
     secret: str = ""  # "": made once and kept in the data directory, mode 0600
+    metrics_token: str = ""  # for GET /metrics; "": made once and kept in the data directory, mode 0600
+    operator_password_hash: str = ""  # argon2, by `radixgate password`; "": no login by password
 
 
 class RetrievalSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,12 +109,30 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_group: str = ""  # tenants of one group share KV; "": a scope of its own
 
 
+class UsageSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How usage is kept, and priced."""
+
+    retention_days: Positive = 35
+    price_per_million_tokens: Annotated[float, Meta(ge=0)] = 0.0  # of prompt tokens that were not cached
+    price_per_million_cached_tokens: Annotated[float, Meta(ge=0)] = 0.0
+    currency: str = "USD"
+
+
+class TracingSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenTelemetry, off by default. Needs the extra `radixgate[tracing]`."""
+
+    endpoint: str = ""  # OTLP over HTTP, such as http://localhost:4318; "": no spans
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0  # of requests that no caller has decided on
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
     store: StoreSettings = StoreSettings()
     security: SecuritySettings = SecuritySettings()
+    usage: UsageSettings = UsageSettings()
+    tracing: TracingSettings = TracingSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
     tenants: tuple[TenantSettings, ...] = ()
 
@@ -294,13 +317,15 @@ def _check(settings: Settings) -> None:
 
 
 def _check_budget(engine: EngineSettings) -> None:
-    budget = engine.max_num_batched_tokens
-    for key in ("prefill_chunk_size", "max_num_seqs"):
-        if (value := int(getattr(engine, key))) > budget:
-            raise ConfigError(
-                f"engine.{key} ({value}) must not be above engine.max_num_batched_tokens ({budget})",
-                param=f"engine.{key}",
-            )
+    """Beside everyone else's decoding a chunk must fit, or a prompt would wait as long as others stream."""
+    needed = engine.prefill_chunk_size + engine.max_num_seqs - 1
+    if engine.max_num_batched_tokens < needed:
+        raise ConfigError(
+            f"engine.max_num_batched_tokens ({engine.max_num_batched_tokens}) must hold a chunk beside the decoding of "
+            f"everyone else: engine.prefill_chunk_size ({engine.prefill_chunk_size}) + engine.max_num_seqs "
+            f"({engine.max_num_seqs}) - 1 = {needed}",
+            param="engine.max_num_batched_tokens",
+        )
 
 
 def _check_chunks(retrieval: RetrievalSettings) -> None:
@@ -378,7 +403,7 @@ def masked(settings: Settings) -> dict[str, object]:
 def _masked_items(settings: Settings) -> Iterator[tuple[str, object]]:
     for key in KNOWN_KEYS:
         value = _value_of(settings, key)
-        if key == "security.secret":
+        if key in ("security.secret", "security.metrics_token", "security.operator_password_hash"):
             yield key, "***" if value else ""
         elif key == "store.url":
             yield key, _mask_password(str(value))

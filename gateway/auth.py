@@ -62,6 +62,18 @@ def _create_secret(path: Path) -> None:
         aside.unlink()
 
 
+def load_or_create_random(path: Path) -> str:
+    """The text of a file that holds something random, in the form of an API key; made, mode 0600, if it is new."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return path.read_text("utf-8").strip()
+    text = new_api_key()
+    with os.fdopen(fd, "w") as file:
+        file.write(text + "\n")
+    return text
+
+
 def authenticate(tenants: TenantDirectory, authorization: str | None) -> Tenant:
     """The tenant of an `Authorization` header. Raises `AuthenticationError`."""
     scheme, _, key = (authorization or "").partition(" ")

@@ -5,22 +5,20 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
-from litestar import Request, post
-from litestar.datastructures import State
-from litestar.exceptions import InternalServerException
+from litestar import post
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp
 
-from engine.errors import InvalidRequestError, ModelNotFoundError, ShuttingDownError
+from engine.errors import ContextLengthExceededError, InvalidRequestError, ModelNotFoundError, ShuttingDownError
 from engine.protocol import SamplingParams, Segment, Submit
+from gateway.chat_documents import ChatDocuments, ChatRetriever, without_earlier_turns
 from gateway.chat_request import ChatRequest, parse_chat_request
 from gateway.chat_response import ChatCompletionResponse, CompletionHeader
 from gateway.drain import Drain
 from gateway.engine_port import Engine
-from gateway.request_context import request_context
-from gateway.served_model import ServedModels, num_tokens
+from gateway.http_io import HttpRequest, raw_body, tenant_of
+from gateway.served_model import ServedModel, ServedModels, num_tokens
 from gateway.tenants import Tenant, narrow_scope
 
 # Spreads the seeds of parallel choices; any odd number with well-mixed bits does.
@@ -29,9 +27,12 @@ _SEED_LIMIT = 1 << 63
 
 
 class ChatCompletions:
-    def __init__(self, engine: Engine, models: ServedModels, drain: Drain, max_choices: int) -> None:
+    def __init__(
+        self, engine: Engine, models: ServedModels, retriever: ChatRetriever, drain: Drain, max_choices: int
+    ) -> None:
         self._engine = engine
         self._models = models
+        self._retriever = retriever
         self._drain = drain
         self._max_choices = max_choices
 
@@ -43,7 +44,9 @@ class ChatCompletions:
         model = await self._models.current()
         if request.body.model != model.info.model:
             raise ModelNotFoundError(f"The model `{request.body.model[:200]}` does not exist.", param="model")
-        segments = await model.build_prompt(request, narrow_scope(tenant.scope, request.narrowing))
+        scope = narrow_scope(tenant.scope, request.narrowing)
+        documents = await self._retriever.documents(request, tenant, scope, model)
+        documents, segments = await _build_prompt(request, documents, scope, model)
         max_tokens = model.max_tokens(request, num_tokens(segments))
         if request.body.min_tokens > max_tokens:
             raise InvalidRequestError(
@@ -57,7 +60,8 @@ class ChatCompletions:
         )
         return ChatCompletionResponse(
             header,
-            _submits(request, segments, tenant, header.id, max_tokens),
+            _submits(request, segments, documents, tenant, header.id, max_tokens),
+            documents,
             self._engine,
             self._drain,
             stream=request.body.stream,
@@ -67,24 +71,32 @@ class ChatCompletions:
 
 def chat_route(chat: ChatCompletions) -> HTTPRouteHandler:
     @post("/chat/completions", status_code=200)
-    async def create_chat_completion(request: Request[Any, Any, State]) -> ASGIApp:
-        tenant = request_context(request.scope).tenant
-        assert tenant is not None, "the route is behind tenant_guard"
-        return await chat.respond(await _body(request), request.headers.get("content-type", ""), tenant)
+    async def create_chat_completion(request: HttpRequest) -> ASGIApp:
+        tenant = tenant_of(request)
+        return await chat.respond(await raw_body(request), request.headers.get("content-type", ""), tenant)
 
     return create_chat_completion
 
 
-async def _body(request: Request[Any, Any, State]) -> bytes:
+async def _build_prompt(
+    request: ChatRequest, documents: ChatDocuments, scope: bytes, model: ServedModel
+) -> tuple[ChatDocuments, tuple[Segment, ...]]:
     try:
-        return await request.body()
-    except InternalServerException as error:
-        # The framework's word for a client that left while it was sending: no fault of ours, and no one to tell.
-        raise InvalidRequestError("The client left before its request was complete.") from error
+        return documents, await model.build_prompt(request, documents.prompt, scope)
+    except ContextLengthExceededError:
+        fewer = without_earlier_turns(documents)
+        if fewer is None:
+            raise
+        return fewer, await model.build_prompt(request, fewer.prompt, scope)
 
 
 def _submits(
-    request: ChatRequest, segments: tuple[Segment, ...], tenant: Tenant, completion_id: str, max_tokens: int
+    request: ChatRequest,
+    segments: tuple[Segment, ...],
+    documents: ChatDocuments,
+    tenant: Tenant,
+    completion_id: str,
+    max_tokens: int,
 ) -> Sequence[Submit]:
     return [
         Submit(
@@ -92,6 +104,8 @@ def _submits(
             tenant_id=tenant.id,
             segments=segments,
             sampling=_sampling(request, max_tokens, choice),
+            document_order=documents.engine_order,
+            pin_top=documents.pin_top,
             use_cache=request.body.use_cache,
         )
         for choice in range(request.body.n)

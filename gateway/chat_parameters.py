@@ -31,7 +31,6 @@ NEUTRAL: dict[str, Neutral] = {
     "logit_bias": Neutral(({},)),
     "logprobs": Neutral((False,)),
     "top_logprobs": Neutral((0,)),
-    "tools": Neutral(([],)),
     "tool_choice": Neutral(("none", "auto")),  # without tools, auto is none
     "functions": Neutral(([],)),
     "function_call": Neutral(("none", "auto")),

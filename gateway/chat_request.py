@@ -17,6 +17,7 @@ from engine.errors import InvalidRequestError, UnsupportedParameterError
 from gateway.chat_parameters import without_inert
 from gateway.json_body import as_object, as_string, check_count, json_object, refuse_field, wrong_type
 from gateway.prompt import Message, Role
+from gateway.retrieval_request import ChatRetrieval, read_tools
 from retrieval import documents
 from retrieval.documents import Document
 
@@ -54,6 +55,10 @@ class ChatBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     cache_salt: Narrowing | None = None
     documents: list[object] = msgspec.field(default_factory=list[object])
+    document_order: Literal["given", "canonical", "cache"] = "given"  # of `documents`
+    pin_top: Annotated[int, Meta(ge=0, le=4096)] = 0
+    retrieval: ChatRetrieval | None = None
+    tools: list[object] = msgspec.field(default_factory=list[object])
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     min_tokens: Annotated[int, Meta(ge=0)] = 0
@@ -67,6 +72,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     body: ChatBody
     messages: tuple[Message, ...]
     documents: tuple[Document, ...]
+    retrieval: ChatRetrieval | None
     max_tokens: int | None
 
     @property
@@ -85,13 +91,13 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_characters(self) -> int:
-        texts = [message.text for message in self.messages] + [document.text for document in self.documents]
-        return sum(map(len, texts))
+        return sum(len(message.text) for message in self.messages)
 
 
 def parse_chat_request(raw: bytes, content_type: str, max_choices: int) -> ChatRequest:
     """Raises `RequestError` for whatever is wrong with the bytes or what they say."""
-    fields = without_inert(json_object(raw, content_type))
+    given = json_object(raw, content_type)
+    fields = without_inert(given)
     try:
         body = msgspec.convert(fields, ChatBody)
     except msgspec.ValidationError as error:
@@ -108,7 +114,32 @@ def parse_chat_request(raw: bytes, content_type: str, max_choices: int) -> ChatR
         docs = documents.parse(body.documents)
     except documents.DocumentError as error:
         raise InvalidRequestError(f"{error.path}: {error.message}", param=error.path) from error
-    return ChatRequest(body=body, messages=_messages(body.messages), documents=tuple(docs), max_tokens=max_tokens)
+    return ChatRequest(
+        body=body,
+        messages=_messages(body.messages),
+        documents=tuple(docs),
+        retrieval=_retrieval(body, use_tools=given.get("tool_choice") != "none"),
+        max_tokens=max_tokens,
+    )
+
+
+def _retrieval(body: ChatBody, *, use_tools: bool) -> ChatRetrieval | None:
+    check_count(body.tools, "tools")
+    of_tools = read_tools(body.tools) if use_tools else None
+    if of_tools is not None and body.retrieval is not None:
+        raise InvalidRequestError("`retrieval` and a `file_search` tool say the same; give one.", param="tools")
+    wanted, path = (body.retrieval, "retrieval") if of_tools is None else (of_tools, "tools[0]")
+    if wanted is None:
+        if not body.documents and (body.document_order != "given" or body.pin_top):
+            raise InvalidRequestError(
+                "`document_order` and `pin_top` are for `documents`; `retrieval` has its own.", param="document_order"
+            )
+        return None
+    if body.documents:
+        raise InvalidRequestError("Give `documents`, or `retrieval`; not both.", param="documents")
+    wanted.predicate(path)
+    wanted.ranking_options.check(f"{path}.ranking_options")
+    return wanted
 
 
 def _max_tokens(body: ChatBody) -> int | None:

@@ -20,6 +20,7 @@ from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Receiv
 
 from engine.errors import RadixgateError
 from engine.protocol import FinishReason, PromptAccount, Submit
+from gateway.chat_documents import ChatDocuments
 from gateway.drain import Drain
 from gateway.engine_port import Engine
 from gateway.error_responses import error_body
@@ -31,11 +32,13 @@ from gateway.openai_types import (
     Choice,
     ChunkChoice,
     ChunkDelta,
+    CitationObject,
     FinishReasonText,
     PromptTokensDetails,
     Usage,
 )
 from gateway.request_context import RequestContext, request_context
+from gateway.request_record import in_prompt_order
 
 _JSON = msgspec.json.Encoder()
 
@@ -74,6 +77,7 @@ class ChatCompletionResponse:
         self,
         header: CompletionHeader,
         submits: Sequence[Submit],
+        documents: ChatDocuments,
         engine: Engine,
         drain: Drain,
         *,
@@ -82,6 +86,7 @@ class ChatCompletionResponse:
     ) -> None:
         self._header = header
         self._submits = submits
+        self._documents = documents
         self._engine = engine
         self._drain = drain
         self._stream = stream
@@ -89,7 +94,8 @@ class ChatCompletionResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = request_context(scope)
-        async with Generation(self._engine, self._submits) as generation:
+        context.model, context.stream = self._header.model, self._stream
+        async with Generation(self._engine, self._submits, context.timing) as generation:
             with self._drain.admit(generation.fail):
                 async with _fail_on_disconnect(receive, generation):
                     try:
@@ -100,7 +106,10 @@ class ChatCompletionResponse:
     async def _answer(self, generation: Generation, context: RequestContext, send: Send) -> None:
         updates = generation.updates()
         early, tally = await self._until_account(updates)
+        await self._documents.remember()
         context.account = tally.account
+        order = next(update.delta.document_order for update in early if update.choice == 0)
+        context.segments = in_prompt_order(self._submits[0].segments, order)
         body = self._stream_body if self._stream else self._whole_body
         try:
             await body(_chain(early, updates), tally, context, send)
@@ -113,6 +122,7 @@ class ChatCompletionResponse:
         async for update in updates:
             early.append(update)
             if update.choice == 0 and update.delta.account is not None:
+                self._documents.settle(update.delta.document_order)
                 return early, _Tally(update.delta.account, [0] * len(self._submits))
         raise RadixgateError("the engine answered without an account of the prompt")
 
@@ -129,7 +139,7 @@ class ChatCompletionResponse:
             if delta.finish_reason is not None:
                 reasons[choice] = _finish_reason(delta.finish_reason)
         choices = tuple(
-            Choice(index=i, message=AssistantMessage(content="".join(text)), finish_reason=reasons[i])
+            Choice(index=i, message=self._message("".join(text)), finish_reason=reasons[i])
             for i, text in enumerate(texts)
         )
         header = self._header
@@ -140,10 +150,17 @@ class ChatCompletionResponse:
             system_fingerprint=header.system_fingerprint,
             choices=choices,
             usage=tally.usage(),
+            retrieval=self._documents.report() or msgspec.UNSET,
         )
         body = _JSON.encode(completion)
         await _send_start(send, "application/json", tally.account, [(b"content-length", str(len(body)).encode())])
         await _send_body(send, body, more=False)
+
+    def _message(self, text: str) -> AssistantMessage:
+        return AssistantMessage(content=text, citations=self._citations(text))
+
+    def _citations(self, text: str) -> tuple[CitationObject, ...] | msgspec.UnsetType:
+        return self._documents.citations(text) if self._documents.all else msgspec.UNSET
 
     # ------------------------------------------------------------ stream
 
@@ -161,19 +178,24 @@ class ChatCompletionResponse:
     async def _send_chunks(self, updates: AsyncIterator[Update], tally: _Tally, send: Send) -> None:
         for i in range(len(self._submits)):
             await self._send_choice(send, ChunkChoice(index=i, delta=ChunkDelta(role="assistant", content="")))
+        texts: list[list[str]] = [[] for _ in self._submits]
         async for choice, delta in updates:
             tally.num_output_tokens[choice] = delta.num_output_tokens
+            texts[choice].append(delta.text)
             if delta.text:
                 await self._send_choice(send, ChunkChoice(index=choice, delta=ChunkDelta(content=delta.text)))
             if delta.finish_reason is not None:
                 reason = _finish_reason(delta.finish_reason)
-                await self._send_choice(send, ChunkChoice(index=choice, delta=ChunkDelta(), finish_reason=reason))
+                end = ChunkDelta(citations=self._citations("".join(texts[choice])))
+                await self._send_choice(send, ChunkChoice(index=choice, delta=end, finish_reason=reason))
         if self._include_usage:
             await _send_body(send, _event(_JSON.encode(self._chunk((), tally.usage()))), more=True)
         await _send_body(send, _event(b"[DONE]"), more=False)
 
     async def _send_choice(self, send: Send, choice: ChunkChoice) -> None:
         chunk = self._chunk((choice,), None if self._include_usage else msgspec.UNSET)
+        if choice.finish_reason is not None and (report := self._documents.report()) is not None:
+            chunk = msgspec.structs.replace(chunk, retrieval=report)
         await _send_body(send, _event(_JSON.encode(chunk)), more=True)
         # A send that does not block does not suspend either: other requests, and a disconnect, get their turn here.
         await asyncio.sleep(0)

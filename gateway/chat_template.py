@@ -22,6 +22,7 @@ Both renderings see one clock, so that a template that prints the date cannot ch
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import re
@@ -40,6 +41,9 @@ from engine.errors import InvalidRequestError, ModelLoadError
 
 # White space that no template prints by itself and that every kind of strip takes away.
 _PAD = "\u2003"
+# A content that is not empty, and in no model's vocabulary of added tokens.
+_NOBODYS = "\ue000"
+_CONVERSATIONS = (("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user"))
 
 
 class Turn(NamedTuple):
@@ -108,6 +112,7 @@ class ChatTemplate:
     `default_system`: what it says by itself when there is none (SmolLM2's does)."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self._source = source
         self._special_tokens = special_tokens
         try:
             self._template = _environment().from_string(source, globals={"raise_exception": _raise_exception})
@@ -120,6 +125,14 @@ class ChatTemplate:
     def render(self, turns: Sequence[Turn]) -> str:
         """The template's own rendering. Raises `InvalidRequestError` with the template's words when it refuses."""
         return self._render(turns, datetime.datetime.now())
+
+    def own_text(self) -> str:
+        """Its source, and what it prints by itself in conversations of every shape that it takes."""
+        texts = [self._source]
+        for roles in _CONVERSATIONS:
+            with contextlib.suppress(InvalidRequestError):
+                texts.append(self.render([Turn(role, _NOBODYS) for role in roles]))
+        return "\n".join(texts)
 
     def cut(self, turns: Sequence[Turn]) -> list[Cut] | None:
         """The rendering in pieces that concatenate to `render(turns)`; None if this template cannot be cut here."""
@@ -205,9 +218,10 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except jinja2.TemplateError as error:
-            reason = f"The model's chat template refuses these messages: {error.message}"
-            raise InvalidRequestError(reason, param="messages") from error
+        except Exception as error:  # a template is a program: on some texts it fails in any way Python can
+            reason = str(error) or type(error).__name__
+            message = f"The model's chat template refuses these messages: {reason}"
+            raise InvalidRequestError(message, param="messages") from error
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -43,13 +43,16 @@ class ChildProcess:
         *,
         on_line: LineSink = print_line,
         death_signal: signal.Signals = signal.SIGKILL,
+        inherited: Sequence[int] = (),
     ) -> None:
+        """`inherited`: file descriptors that the child gets under the same numbers."""
         self.name = name
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._argv = argv
         self._environ = environ
         self._on_line = on_line
         self._death_signal = death_signal
+        self._inherited = tuple(inherited)
         self._process: asyncio.subprocess.Process | None = None
         self._pump: asyncio.Task[None] | None = None
 
@@ -69,6 +72,7 @@ class ChildProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=self._inherited,
             preexec_fn=_die_with_parent(os.getpid(), self._death_signal),
         )
         assert self._process.stdout is not None, "stdout is a pipe"

@@ -1,4 +1,4 @@
-"""The command `radixgate`: serve, demo, doctor, key, version.
+"""The command `radixgate`: serve, demo, doctor, key, version, and what `gateway/operations_cli.py` adds.
 
 Settings come in the same order everywhere: defaults, the TOML file, the environment, flags. Exit codes: 0 done or
 stopped on request, 2 the settings or the model cannot be used, 1 everything else.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +20,10 @@ from engine.settings import Settings, load_settings
 from gateway.auth import hash_api_key, load_or_create_secret, new_api_key
 from gateway.demo import run_demo
 from gateway.doctor import run_doctor
-from gateway.first_run import demo_key_path, with_demo_tenant
+from gateway.first_run import completed, demo_key_path, operator_password_path
+from gateway.lint_command import add_lint_command
+from gateway.logging_setup import configure_logging
+from gateway.operations_cli import OperationsCommands
 from gateway.supervisor import Supervisor, local_url
 
 DEFAULT_CONFIG = Path("radixgate.toml")
@@ -81,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_setting_flags(key)
     key.set_defaults(command=_key)
 
+    OperationsCommands(settings_of, _add_setting_flags).add_to(commands)
+    add_lint_command(commands)
     commands.add_parser("version", help="print the version").set_defaults(command=_version)
     return parser
 
@@ -111,16 +115,17 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    settings = settings_of(arguments)
-    logging.basicConfig(level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    configured = bool(settings.tenants)
-    settings = with_demo_tenant(settings)
+    given = settings_of(arguments)
+    configure_logging(given.server)
+    configured = bool(given.tenants)
+    settings = completed(given)
     print(f"radixgate {_version_text()}: starting; the first start converts the model, which takes a minute or two")
 
     def on_ready(model: str) -> None:
         print(_banner(settings, model, None if configured else demo_key_path(settings.store.data_dir)), flush=True)
 
-    return asyncio.run(Supervisor(settings, on_ready=on_ready).run())
+    supervisor = Supervisor(settings, on_ready=on_ready, read_settings=lambda: completed(settings_of(arguments)))
+    return asyncio.run(supervisor.run())
 
 
 def _banner(settings: Settings, model: str, demo_key: Path | None) -> str:
@@ -137,9 +142,16 @@ def _banner(settings: Settings, model: str, demo_key: Path | None) -> str:
             "    -H 'Content-Type: application/json' \\",
             f"    -d '{question}'",
             "",
+            f"dashboard {local_url(settings)}/dashboard     {_dashboard_login(settings)}",
+            "",
             "Ctrl-C drains and stops.",
         ]
     )
+
+
+def _dashboard_login(settings: Settings) -> str:
+    path = operator_password_path(settings.store.data_dir)
+    return f"operator: $(cat '{path}'), tenants: their API key" if path.exists() else "by password, or by API key"
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from engine.protocol import Delta, EngineInfo, ProbeResult, Submit
+from engine.protocol import (
+    CacheView,
+    Delta,
+    DocumentStats,
+    EngineInfo,
+    Erase,
+    Erased,
+    GetDocumentStats,
+    ProbeResult,
+    Submit,
+)
 
 
 class Engine(Protocol):
@@ -14,12 +24,31 @@ class Engine(Protocol):
         """None until the engine has been reached for the first time."""
         ...
 
+    @property
+    def connected(self) -> bool: ...
+
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
 
     async def probe(self, timeout: float) -> ProbeResult:
         """One real decode step. Raises `EngineUnavailableError` when none is answered within `timeout` seconds."""
+        ...
+
+    async def metrics_text(self, timeout: float) -> bytes:
+        """The engine's metrics in Prometheus' text format. Raises `EngineUnavailableError`."""
+        ...
+
+    async def cache_view(self, owner: str | None, max_nodes: int, timeout: float) -> CacheView:
+        """The cache as it is now; of one owner only, if given. Raises `EngineUnavailableError`."""
+        ...
+
+    async def erase(self, request: Erase) -> Erased:
+        """Raises `EngineUnavailableError`."""
+        ...
+
+    async def document_stats(self, request: GetDocumentStats) -> DocumentStats:
+        """Raises `EngineUnavailableError`."""
         ...
 
     def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:

@@ -33,9 +33,12 @@ from engine.errors import (
     RequestError,
     ServiceError,
     ShuttingDownError,
+    StoreUnavailableError,
     UnsupportedParameterError,
 )
 from gateway.request_context import request_context
+from gateway.retrieval_errors import as_radixgate_error
+from retrieval.errors import RetrievalError
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,7 @@ ERROR_RESPONSES: dict[type[RadixgateError], ErrorResponse] = {
     EngineUnavailableError: ErrorResponse(503, "server_error", retry_after=2),
     EngineStepError: ErrorResponse(503, "server_error", retry_after=1),
     OverloadedError: ErrorResponse(503, "server_error", retry_after=1),
+    StoreUnavailableError: ErrorResponse(503, "server_error", retry_after=2),
     ShuttingDownError: ErrorResponse(503, "server_error", retry_after=5),
 }
 
@@ -101,11 +105,22 @@ Handler = Callable[[Request[Any, Any, State], Any], Response[bytes]]
 
 
 def exception_handlers() -> MutableMapping[int | type[Exception], Handler]:
-    return {RadixgateError: _answer_radixgate_error, HTTPException: _answer_http_exception, Exception: _answer_other}
+    return {
+        RadixgateError: _answer_radixgate_error,
+        RetrievalError: _answer_retrieval_error,
+        HTTPException: _answer_http_exception,
+        Exception: _answer_other,
+    }
+
+
+def _answer_retrieval_error(request: Request[Any, Any, State], error: RetrievalError) -> Response[bytes]:
+    return _answer_radixgate_error(request, as_radixgate_error(error))
 
 
 def _answer_radixgate_error(request: Request[Any, Any, State], error: RadixgateError) -> Response[bytes]:
-    rid = request_context(request.scope).request_id
+    context = request_context(request.scope)
+    context.outcome = error.code
+    rid = context.request_id
     if not isinstance(error, RequestError | ServiceError):
         logger.error("request %s failed", rid, exc_info=error)
     return _response(error_body(error, rid), ERROR_RESPONSES[type(error)].status, error_headers(error))

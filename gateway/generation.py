@@ -17,9 +17,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple, Self
 
+import msgspec
+
+from engine.client import with_account_of
 from engine.errors import EngineUnavailableError, RadixgateError
 from engine.protocol import Delta, Submit
 from gateway.engine_port import Engine
+from gateway.request_timing import RequestTiming
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +40,9 @@ class Update(NamedTuple):
 class Generation:
     """An async context manager: leaving it aborts every choice that has not finished, and only those."""
 
-    def __init__(self, engine: Engine, submits: Sequence[Submit]) -> None:
+    def __init__(self, engine: Engine, submits: Sequence[Submit], timing: RequestTiming | None = None) -> None:
         self._engine = engine
+        self._timing = timing or RequestTiming()
         self._submits = submits
         self._pumps: list[asyncio.Task[None]] = []
         self._pending: dict[int, Delta] = {}
@@ -46,6 +51,7 @@ class Generation:
         self._error: RadixgateError | ClientDisconnectedError | None = None
 
     async def __aenter__(self) -> Self:
+        self._timing.submitted()
         for choice, submit in enumerate(self._submits):
             pump = asyncio.create_task(self._pump(choice, submit))
             pump.add_done_callback(self._pump_ended)
@@ -81,6 +87,7 @@ class Generation:
     async def _pump(self, choice: int, submit: Submit) -> None:
         async with aclosing(self._engine.generate(submit)) as deltas:
             async for delta in deltas:
+                self._timing.arrived(delta)
                 earlier = self._pending.get(choice)
                 self._pending[choice] = delta if earlier is None else merge(earlier, delta)
                 if delta.finish_reason is not None:
@@ -102,10 +109,5 @@ class Generation:
 
 def merge(earlier: Delta, later: Delta) -> Delta:
     """Two deltas of one request as one."""
-    return Delta(
-        request_id=later.request_id,
-        text=earlier.text + later.text,
-        num_output_tokens=later.num_output_tokens,
-        account=earlier.account or later.account,
-        finish_reason=later.finish_reason,
-    )
+    merged = with_account_of(earlier, later) if earlier.account is not None else later
+    return msgspec.structs.replace(merged, text=earlier.text + later.text)

@@ -1,4 +1,7 @@
-"""What a chat completion looks like on the wire: OpenAI's objects, and nothing of ours inside them."""
+"""What a chat completion looks like on the wire: OpenAI's objects.
+
+Ours inside them are `retrieval` and `citations`, and only where documents were asked for.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,52 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
 
+class CitedDocument(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    title: str
+    snippet: str
+
+
+class CitationSource(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["document"] = "document"
+    id: str
+    document: CitedDocument
+
+
+class CitationObject(msgspec.Struct, frozen=True, kw_only=True):
+    """Cohere's. `start` and `end` are characters of the answer."""
+
+    start: int
+    end: int
+    text: str
+    sources: tuple[CitationSource, ...]
+    type: Literal["TEXT_CONTENT"] = "TEXT_CONTENT"
+
+
+class RetrievedDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """`rank` 0 is the most relevant; `position` is its place among this turn's documents, as the model read them."""
+
+    id: str
+    file_id: str
+    filename: str
+    score: float
+    rank: int
+    position: int | None
+
+
+class RetrievalReport(msgspec.Struct, frozen=True, kw_only=True):
+    query: str
+    document_order: str
+    documents: tuple[RetrievedDocument, ...]
+
+
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """`citations` is there whenever documents were."""
+
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
+    citations: tuple[CitationObject, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,11 +86,13 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: tuple[Choice, ...]
     usage: Usage
+    retrieval: RetrievalReport | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    citations: tuple[CitationObject, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +112,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: tuple[ChunkChoice, ...]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    retrieval: RetrievalReport | msgspec.UnsetType = msgspec.UNSET  # with a choice's finish reason
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,11 @@
     does not, or prints the   first user turn = (system text ·) head · document · document … · foot · its own text
     system message elsewhere
 
-What many requests share stands first: the system prompt, then the documents, then what is the user's own. Each
+    later turns               user turn i = head · documents of turn i · foot · its own text
+    question                  note · its own text
+
+What many requests share stands first: the system prompt, then the documents, then what is the user's own. Documents
+of earlier turns stay where they were, so that a conversation's own prefix survives. Each
 piece of a content is tokenized on its own (`prompt_tokenizer`), so a document has the same token ids beside any
 neighbour. Head and foot are there for that too: a template that strips a content takes white space from them,
 and never from a document.
@@ -14,8 +18,8 @@ and never from a document.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from engine.errors import InvalidRequestError
@@ -44,6 +48,20 @@ class Piece:
     kind: SegmentKind
     text: str
     document_id: str | None = None
+    tokens: bytes = b""  # packed ids of `text`, if they are known already
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDocuments:
+    """Documents and where they go: behind the system prompt, or before the message with that index."""
+
+    head: tuple[Document, ...] = ()
+    turns: Mapping[int, tuple[Document, ...]] = field(default_factory=dict[int, tuple[Document, ...]])
+    note: str = ""  # to the model, before the question: what would break a prefix if it stood earlier
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(each.text) for run in (self.head, *self.turns.values()) for each in run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +81,13 @@ class PromptBuilder:
         self._template = template
         self._tokenizer = tokenizer
 
-    def build(self, messages: Sequence[Message], documents: Sequence[Document], scope: bytes) -> tuple[Segment, ...]:
-        """The segments, whose texts concatenate to the template's own rendering. Raises `InvalidRequestError`."""
+    def build(
+        self, messages: Sequence[Message], documents: Sequence[Document] | PromptDocuments, scope: bytes
+    ) -> tuple[Segment, ...]:
+        """The segments, whose texts concatenate to the template's own rendering. Raises `InvalidRequestError`.
+
+        Documents of the latest turn have kind DOCUMENT, those of earlier ones HISTORY: they have their place.
+        """
         laid_out = lay_out(self._template, messages, documents)
         turns = [Turn(message.role, message.content) for message in laid_out]
         cuts = self._template.cut(turns)
@@ -72,13 +95,23 @@ class PromptBuilder:
             return self._uncut(turns, scope)
         return tuple(self._segments(cuts, laid_out, scope))
 
+    def build_head(self, system: Sequence[Message], document: Document, scope: bytes) -> tuple[Segment, ...]:
+        """The beginning of every prompt in which this document comes first behind this system prompt."""
+        segments = self.build([*system, Message("user", "?")], [document], scope)
+        end = next((i for i, each in enumerate(segments, 1) if each.kind is SegmentKind.DOCUMENT), 0)
+        return segments[:end]
+
+    def document_tokens(self, rendered: str) -> bytes:
+        """Packed ids of a document's rendering, for whoever keeps them. Not cached."""
+        return self._tokenizer.encode_text(rendered)
+
     def _segments(self, cuts: Sequence[Cut], messages: Sequence[LaidOutMessage], scope: bytes) -> Iterator[Segment]:
         for i, cut in enumerate(cuts):
             if cut.turn is None:
                 yield Segment(SegmentKind.TEMPLATE, self._tokenizer.template_tokens(cut.text, begins=i == 0), scope)
                 continue
             for piece in clip(messages[cut.turn].pieces, cut.text):
-                tokens = self._tokenizer.text_tokens(piece.text, scope)
+                tokens = piece.tokens or self._tokenizer.text_tokens(piece.text, scope)
                 if tokens:
                     yield Segment(piece.kind, tokens, scope, piece.document_id)
 
@@ -93,29 +126,31 @@ class PromptBuilder:
                 "rewrites messages in a way that does not let it be kept apart.",
                 param="messages",
             )
-        return (Segment(SegmentKind.TEMPLATE, self._tokenizer.template_tokens(whole, begins=True), scope),)
+        return (Segment(SegmentKind.TEMPLATE, self._tokenizer.rendering_tokens(whole, scope), scope),)
 
 
-def lay_out(template: ChatTemplate, messages: Sequence[Message], documents: Sequence[Document]) -> list[LaidOutMessage]:
-    """Where system prompt and documents go, by what the template can say."""
-    laid_out = [
-        LaidOutMessage(message.role, (piece,)) for message, piece in zip(messages, _own_pieces(messages), strict=True)
-    ]
+def lay_out(
+    template: ChatTemplate, messages: Sequence[Message], documents: Sequence[Document] | PromptDocuments
+) -> list[LaidOutMessage]:
+    """Where system prompt and documents go, by what the template can say. Without a place given: to the head."""
+    placed = documents if isinstance(documents, PromptDocuments) else PromptDocuments(tuple(documents))
+    laid_out = _turns(messages, placed)
     system_end = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
-    if documents and template.system_leads:
+    head = _head_pieces(messages, placed)
+    if head and template.system_leads:
         if system_end == 0:
             default = (Piece(SegmentKind.SYSTEM, template.default_system),) if template.default_system else ()
-            return [LaidOutMessage("system", (*default, *_document_pieces(documents, bool(default)))), *laid_out]
+            return [LaidOutMessage("system", (*default, *_spaced(head, bool(default)))), *laid_out]
         pieces = laid_out[system_end - 1].pieces
-        pieces = (*pieces, *_document_pieces(documents, bool(pieces[-1].text)))
+        pieces = (*pieces, *_spaced(head, bool(pieces[-1].text)))
         laid_out[system_end - 1] = LaidOutMessage("system", pieces)
         return laid_out
     lead: tuple[Piece, ...] = ()
     if system_end and not template.supports_system:
         text = _GAP.join(message.text for message in messages[:system_end])
         lead, laid_out = (Piece(SegmentKind.SYSTEM, text),), laid_out[system_end:]
-    if documents:
-        lead = (*lead, *_document_pieces(documents, bool(lead)))
+    if head:
+        lead = (*lead, *_spaced(head, bool(lead)))
     return _lead_first_user_turn(laid_out, lead) if lead else laid_out
 
 
@@ -124,33 +159,54 @@ def clip(pieces: Sequence[Piece], text: str) -> Iterator[Piece]:
     content = "".join(piece.text for piece in pieces)
     start = content.find(text)
     if start < 0:  # the template rewrote it: one piece, of the kind that says most about who wrote it
-        yield replace(pieces[-1], text=text)
+        yield replace(pieces[-1], text=text, tokens=b"")
         return
     end, at = start + len(text), 0
     for piece in pieces:
         kept = piece.text[max(start - at, 0) : max(end - at, 0)]
         at += len(piece.text)
         if kept:
-            yield replace(piece, text=kept)
+            yield piece if kept == piece.text else replace(piece, text=kept, tokens=b"")
 
 
-def _own_pieces(messages: Sequence[Message]) -> list[Piece]:
-    last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
-    kinds = (
-        SegmentKind.SYSTEM
-        if message.role == "system"
-        else SegmentKind.QUESTION
-        if i == last_user
-        else SegmentKind.HISTORY
-        for i, message in enumerate(messages)
-    )
-    return [Piece(kind, message.text) for kind, message in zip(kinds, messages, strict=True)]
+def _turns(messages: Sequence[Message], placed: PromptDocuments) -> list[LaidOutMessage]:
+    """Every message with the documents of its own turn before it."""
+    question = _question(messages)
+    laid_out: list[LaidOutMessage] = []
+    for i, message in enumerate(messages):
+        system = message.role == "system"
+        kind = SegmentKind.SYSTEM if system else SegmentKind.QUESTION if i == question else SegmentKind.HISTORY
+        pieces: tuple[Piece, ...] = (Piece(kind, message.text),)
+        if i == question and placed.note:
+            pieces = (Piece(SegmentKind.HISTORY, placed.note + _GAP), *pieces)
+        if documents := placed.turns.get(i):
+            kind = SegmentKind.DOCUMENT if i == question else SegmentKind.HISTORY
+            run = _document_pieces(documents, kind, SegmentKind.HISTORY)
+            pieces = (*run, Piece(SegmentKind.HISTORY, _GAP), *pieces)
+        laid_out.append(LaidOutMessage(message.role, pieces))
+    return laid_out
 
 
-def _document_pieces(documents: Sequence[Document], follows_text: bool) -> tuple[Piece, ...]:
-    head = Piece(SegmentKind.SYSTEM, (_GAP if follows_text else "") + _HEAD)
-    bodies = [Piece(SegmentKind.DOCUMENT, render(document), document.id) for document in documents]
-    return (head, *bodies, Piece(SegmentKind.SYSTEM, _FOOT))
+def _question(messages: Sequence[Message]) -> int | None:
+    return max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
+
+
+def _head_pieces(messages: Sequence[Message], placed: PromptDocuments) -> tuple[Piece, ...]:
+    if not placed.head:
+        return ()
+    is_latest = _question(messages) not in placed.turns
+    kind = SegmentKind.DOCUMENT if is_latest else SegmentKind.HISTORY
+    return _document_pieces(placed.head, kind, SegmentKind.SYSTEM)
+
+
+def _document_pieces(documents: Sequence[Document], kind: SegmentKind, frame: SegmentKind) -> tuple[Piece, ...]:
+    bodies = [Piece(kind, render(document), document.id, document.tokens) for document in documents]
+    return (Piece(frame, _HEAD), *bodies, Piece(frame, _FOOT))
+
+
+def _spaced(pieces: Sequence[Piece], follows_text: bool) -> Sequence[Piece]:
+    """Tokenized together with the head, as one piece: the same tokens whatever stands before."""
+    return (replace(pieces[0], text=_GAP + pieces[0].text), *pieces[1:]) if follows_text else pieces
 
 
 def _lead_first_user_turn(messages: list[LaidOutMessage], lead: tuple[Piece, ...]) -> list[LaidOutMessage]:

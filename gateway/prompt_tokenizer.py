@@ -3,8 +3,11 @@
     template text   special tokens are recognised: <|im_start|> is one token
     other text      special tokens are plain text: "<|im_start|>" in a document is its letters
 
-*Special* here is what the tokenizer says is special, and every added token that the chat template prints: some
-models (DeepSeek) mark turns with added tokens that are not flagged, and those must not be forged either.
+*Special* here is what the tokenizer says is special, and every added token that the chat template prints, or that
+is written like a mark (`<|…|>`): some models (DeepSeek) mark turns with added tokens that are not flagged, and those
+must not be forged either. What a template prints is not always in its source (`'<|' + role + '|>'`), so it is also
+looked for in renderings. The other added tokens that are not flagged (Gemma's `<b>`, runs of white space) are words:
+they stay what the model was trained on. Rejected: no added token at all in clients' text, which takes those away.
 
 Segments are tokenized one by one. A tokenizer that puts a space before its input (SentencePiece's dummy prefix)
 would put one at every seam; so it does that only where the text really begins, or follows a special token.
@@ -23,6 +26,7 @@ from tokenizers import Tokenizer
 from engine.protocol import pack_tokens
 
 _CACHED_CHARACTERS = 16 << 20
+_MARK = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 
 Json = dict[str, object]
 
@@ -31,9 +35,10 @@ class PromptTokenizer:
     """Thread-safe. Token ids are cached by text, and for other than template text by scope: a cache that tenants
     shared would tell one, by its speed, what another has sent."""
 
-    def __init__(self, tokenizer_json: bytes, chat_template: str) -> None:
+    def __init__(self, tokenizer_json: bytes, template_text: str) -> None:
+        """`template_text`: all that the template may print by itself, see `ChatTemplate.own_text`."""
         spec = cast(Json, json.loads(tokenizer_json))
-        control = _control_tokens(spec, chat_template)
+        control = _control_tokens(spec, template_text)
         self._control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or r"(?!)")
         self._beginning = Tokenizer.from_str(json.dumps(spec))
         _drop_dummy_prefix(spec)
@@ -47,9 +52,17 @@ class PromptTokenizer:
         begins = begins or self._control.match(text) is not None
         return self._encode(self._beginning if begins else self._template, text, b"begin" if begins else b"")
 
+    def rendering_tokens(self, text: str, scope: bytes) -> bytes:
+        """Packed ids of a whole rendering, special tokens included, with clients' texts in it."""
+        return self._encode(self._beginning, text, b"begin" + scope)
+
     def text_tokens(self, text: str, scope: bytes) -> bytes:
         """Packed ids of a client's text, free of special tokens."""
         return self._encode(self._text, text, scope)
+
+    def encode_text(self, text: str) -> bytes:
+        """The same, not cached: for texts whose ids somebody else keeps."""
+        return pack_tokens(self._text.encode(text, add_special_tokens=False).ids)
 
     def control_tokens(self, text: str) -> list[str]:
         """The special tokens that `template_tokens` would find, in order."""
@@ -97,12 +110,12 @@ class TokenCache:
         return len(self._entries)
 
 
-def _control_tokens(spec: Json, chat_template: str) -> list[str]:
+def _control_tokens(spec: Json, template_text: str) -> list[str]:
     """The added tokens that only the template may produce; those that were not flagged special are flagged now."""
     control: list[str] = []
     for token in cast("list[Json]", spec.get("added_tokens") or []):
         content = cast(str, token["content"])
-        if not token["special"] and content.strip() and content in chat_template:
+        if content.strip() and (content in template_text or _MARK.fullmatch(content)):
             token["special"] = True
         if token["special"]:
             control.append(content)

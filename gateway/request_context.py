@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from litestar.types import Message, Scope
 
-from engine.protocol import PromptAccount
+from engine.protocol import PromptAccount, Segment
+from gateway.request_timing import RequestTiming
 from gateway.tenants import Tenant
 
 # A client's id goes into our log: no line breaks, no unbounded length.
@@ -26,7 +27,11 @@ class RequestContext:
     tenant: Tenant | None = None
     account: PromptAccount | None = None
     num_output_tokens: int = 0
-    outcome: str = ""  # an error code, or `disconnected`, where the status does not say it
+    outcome: str = ""  # an error code, or `disconnected`
+    model: str = ""
+    stream: bool = False
+    segments: tuple[Segment, ...] = ()  # in the order of the prompt, once the account is there
+    timing: RequestTiming = field(default_factory=RequestTiming)
 
 
 def request_context(scope: Scope) -> RequestContext:

@@ -8,6 +8,7 @@ as another model.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 
 from engine.errors import ContextLengthExceededError, EngineUnavailableError
@@ -15,7 +16,7 @@ from engine.protocol import EngineInfo, Segment
 from gateway.chat_request import ChatRequest
 from gateway.chat_template import ChatTemplate
 from gateway.engine_port import Engine
-from gateway.prompt import PromptBuilder
+from gateway.prompt import PromptBuilder, PromptDocuments
 from gateway.prompt_tokenizer import PromptTokenizer
 
 # Above these, a prompt is built in a thread: tokenizing takes about half a microsecond a character, rendering about
@@ -28,21 +29,25 @@ class ServedModel:
     def __init__(self, info: EngineInfo, prompts: PromptBuilder) -> None:
         self.info = info
         self.prompts = prompts
+        # The chat template has a say in which tokens are special.
+        digest = hashlib.blake2b(info.tokenizer_json + info.chat_template.encode(), digest_size=8)
+        self.tokenizer_name = digest.hexdigest()
 
     @classmethod
     def of(cls, info: EngineInfo) -> ServedModel:
         template = ChatTemplate(info.chat_template, info.special_tokens)
-        return cls(info, PromptBuilder(template, PromptTokenizer(info.tokenizer_json, info.chat_template)))
+        return cls(info, PromptBuilder(template, PromptTokenizer(info.tokenizer_json, template.own_text())))
 
     def describes(self, info: EngineInfo) -> bool:
         return self.info.tokenizer_json == info.tokenizer_json and self.info.chat_template == info.chat_template
 
-    async def build_prompt(self, request: ChatRequest, scope: bytes) -> tuple[Segment, ...]:
+    async def build_prompt(self, request: ChatRequest, documents: PromptDocuments, scope: bytes) -> tuple[Segment, ...]:
         """Raises `ContextLengthExceededError` when the prompt leaves no room for a single token."""
-        if request.num_characters <= _INLINE_CHARACTERS and len(request.messages) <= _INLINE_MESSAGES:
-            segments = self.prompts.build(request.messages, request.documents, scope)
+        num_characters = request.num_characters + documents.num_characters
+        if num_characters <= _INLINE_CHARACTERS and len(request.messages) <= _INLINE_MESSAGES:
+            segments = self.prompts.build(request.messages, documents, scope)
         else:
-            segments = await asyncio.to_thread(self.prompts.build, request.messages, request.documents, scope)
+            segments = await asyncio.to_thread(self.prompts.build, request.messages, documents, scope)
         self._check_length(num_tokens(segments))
         return segments
 

@@ -4,6 +4,8 @@
             ─► running requests end, or the deadline fails them with an error they can read
             ─► uvicorn stops, lifespan closes the engine connection, exit status 0
     SIGTERM again ─► the deadline is now
+    SIGUSR1 ─► handing over: another process accepts on the same socket; what is connected here is served to its end,
+               with `connection: close`, and then this process goes
 
 uvicorn alone would close the socket first, cut streams at its own deadline without a word, and then raise the
 signal again, so that a clean end looks like a killed process to a supervisor.
@@ -16,6 +18,7 @@ import asyncio
 import logging
 import os
 import socket
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -23,12 +26,26 @@ from types import FrameType
 import uvicorn
 
 from engine.client import EngineClient
-from engine.settings import Settings, engine_endpoint, load_settings
+from engine.settings import Settings, embedder_endpoint, engine_endpoint, load_settings, store_url
 from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.auth import load_or_create_secret
 from gateway.drain import Drain
+from gateway.first_run import completed
+from gateway.handover import (
+    HAND_OVER,
+    READY_FD,
+    Announce,
+    finish_connections,
+    inherited_sockets,
+    ready_announcement,
+)
+from gateway.logging_setup import configure_logging
+from gateway.operations import Operations
+from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
+from retrieval.embedder_client import EmbedderClient
+from retrieval.redis_commands import connect_store
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +59,24 @@ _KEEP_ALIVE_SECONDS = 75
 class GatewayServer(uvicorn.Server):
     """A uvicorn server whose signals drain first."""
 
-    def __init__(self, config: uvicorn.Config, drain: Drain, drain_seconds: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, drain: Drain, drain_seconds: float, announce: Announce | None = None
+    ) -> None:
         super().__init__(config)
         self._drain = drain
         self._drain_seconds = drain_seconds
+        self._announce = announce
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._announcing: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        if threading.current_thread() is threading.main_thread():
+            self._loop.add_signal_handler(HAND_OVER, self.begin_handover)
+        if self._announce is not None:
+            self._announcing = self._loop.create_task(self._announce())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Runs as a signal handler: it may interrupt the loop anywhere, so it only leaves a note for it."""
@@ -65,6 +90,23 @@ class GatewayServer(uvicorn.Server):
             self._draining = asyncio.get_running_loop().create_task(self._drain_and_exit())
         else:
             self._drain.cut()
+
+    def begin_handover(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._hand_over())
+
+    async def _hand_over(self) -> None:
+        for server in self.servers:
+            server.close()  # here only: the socket itself lives on in the other processes
+        close = (b"connection", b"close")
+        self.config.encoded_headers.append(close)
+        self.server_state.default_headers = [*self.server_state.default_headers, close]
+        logger.info("handed over: %d requests are running", self._drain.num_active)
+        try:
+            await finish_connections(self.server_state, self._drain_seconds)
+            await self._drain.drain(0.0)
+        finally:
+            self.should_exit = True
 
     async def _drain_and_exit(self) -> None:
         logger.info("draining: %d requests are running", self._drain.num_active)
@@ -82,9 +124,22 @@ def build_server(settings: Settings) -> GatewayServer:
     if not len(tenants):
         logger.warning("no tenant has an API key: every request to /v1 will be refused; see `radixgate key`")
     drain = Drain()
-    app = create_app(settings, EngineClient(engine_endpoint(settings)), tenants, drain=drain)
+    engine = EngineClient(engine_endpoint(settings))
+    store = StoreClient(settings.store.url or None)
+    operations = Operations(settings, store)
+    app = create_app(
+        settings,
+        engine,
+        tenants,
+        drain=drain,
+        store_problem=store.problem,
+        redis=connect_store(store_url(settings)),
+        embedder=EmbedderClient(embedder_endpoint(settings)),
+        operations=operations,
+    )
+    ready_fd = os.environ.get(READY_FD)
     config = uvicorn.Config(
-        AccessLog(app),
+        AccessLog(app, operations.observers),
         host=settings.server.host,
         port=settings.server.port,
         lifespan="on",
@@ -95,21 +150,26 @@ def build_server(settings: Settings) -> GatewayServer:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
-    return GatewayServer(config, drain, settings.server.drain_seconds)
+    announce = None if ready_fd is None else ready_announcement(int(ready_fd), engine)
+    return GatewayServer(config, drain, settings.server.drain_seconds, announce)
 
 
 def run_gateway(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns."""
-    build_server(settings).run()
+    build_server(settings).run(sockets=inherited_sockets(os.environ))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m gateway.server", description="The HTTP gateway alone.")
     parser.add_argument("--config", type=Path, help="the TOML settings; the environment goes over it")
-    settings = load_settings(parser.parse_args(argv).config, os.environ)
-    logging.basicConfig(
-        level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    parser.add_argument(
+        "--first-run", action="store_true", help="make a demo tenant and a password if the settings have none"
     )
+    arguments = parser.parse_args(argv)
+    settings = load_settings(arguments.config, os.environ)
+    if arguments.first_run:
+        settings = completed(settings)
+    configure_logging(settings.server)
     run_gateway(settings)
 
 

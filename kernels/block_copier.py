@@ -40,8 +40,8 @@ class BlockMove:
 class BlockCopier:
     def copy_slots(self, kv_cache: torch.Tensor, copies: Iterable[SlotCopy]) -> None:
         """The first `num_slots` slots of each copy, all layers; the destination's other slots stay as they are."""
-        for launch in independent_runs(copies):
-            rows = [(copy.src, copy.dst, copy.num_slots) for copy in launch]
+        for run in independent_runs(copies):
+            rows = [(copy.src, copy.dst, copy.num_slots) for copy in run]
             self._launch(kv_cache, kv_cache, rows)
 
     def copy_blocks(self, kv_cache: torch.Tensor, pairs: Iterable[tuple[int, int]]) -> None:

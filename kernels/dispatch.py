@@ -13,6 +13,8 @@ from kernels.cpu import CpuAttention
 from kernels.metadata import AttentionMetadata
 from kernels.reference import SlotCopy
 
+_DEVICES = {"cpu": "cpu", "triton": "cuda"}
+
 
 class PagedAttentionKernel(Protocol):
     """`kernels.reference.paged_attention` says what it computes."""
@@ -42,17 +44,28 @@ class AttentionKernels:
 
 
 def select_kernels(device: torch.device, name: str = "auto") -> AttentionKernels:
-    """A fresh set for `device`: `cpu` or `reference`, by name, or `auto` for the device's fastest.
+    """A fresh set for `device`: `cpu`, `triton` or `reference`, by name, or `auto` for the device's fastest.
 
     Raises ValueError for a name that is not there, or that the device cannot run.
     """
     if name == "auto":
-        name = "cpu" if device.type == "cpu" else "reference"
+        name = {"cpu": "cpu", "cuda": "triton"}.get(device.type, "reference")
     if name == "reference":
         return AttentionKernels(name, reference.store_kv, reference.paged_attention, reference.copy_slots)
-    if name != "cpu":
-        raise ValueError(f"no attention kernels named {name!r}; there are: auto, cpu, reference")
-    if device.type != "cpu":
-        raise ValueError(f"the cpu kernels cannot run on {device.type}")
+    if name not in _DEVICES:
+        raise ValueError(f"no attention kernels named {name!r}; there are: auto, {', '.join(_DEVICES)}, reference")
+    if device.type != _DEVICES[name]:
+        raise ValueError(f"the {name} kernels cannot run on {device.type}")
+    if name == "triton":
+        return _triton_kernels(device)
     cpu = CpuAttention()
     return AttentionKernels(name, cpu.store_kv, cpu.paged_attention, cpu.copy_slots)
+
+
+def _triton_kernels(device: torch.device) -> AttentionKernels:
+    # Here, because Triton is not there on every platform that the cpu kernels run on, and takes a second to import.
+    from kernels.heuristics import DeviceModel
+    from kernels.triton_attention import TritonAttention
+
+    kernels = TritonAttention(DeviceModel.of(device))
+    return AttentionKernels("triton", kernels.store_kv, kernels.paged_attention, kernels.copy_slots)

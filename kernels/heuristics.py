@@ -1,13 +1,13 @@
 """Which tile a kernel uses on a device, by table; and into how many parts the keys of a decoding batch are cut.
 
-    Tile(block_m, block_n, num_warps, num_stages)        query rows, keys, warps of a program, depth of the load pipeline
+    Tile(block_m, block_n, num_warps, num_stages)      query rows, keys, warps of a program, depth of the load pipeline
 
-The table (`kernels.tile_table`) is data: `python -m bench.tune` writes it. Tuning at run time was the alternative: it costs
-seconds in the first requests, differs between two servers of the same kind, and picks by the batch that happens to come
-first.
+The table (`kernels.tile_table`) is data: `python -m bench.tune` writes it. Tuning at run time was the alternative: it
+costs seconds in the first requests, differs between two servers of the same kind, and picks by the batch that happens
+to come first.
 
     key   (architecture, kernel, head size rounded up to 64, 128, 256, bytes of a KV element)
-    architectures   80: everything with 99 KB of shared memory a program or more (sm_8x, sm_12x)   90: Hopper   100: Blackwell
+    architectures   90: Hopper   100: Blackwell   80: all others, which have 99 KB of shared memory a program at least
     kernels         decode: up to 16 rows   decode_wide: up to 64   prefill   shared_prefix
 """
 
@@ -19,16 +19,12 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from kernels.tile_table import TILES
+from kernels.tile_table import MIN_SHARED_SAVING, PROGRAMS_PER_SM, TILES
 
 KernelName: TypeAlias = Literal["decode", "decode_wide", "prefill", "shared_prefix"]
 TileTable: TypeAlias = Mapping[tuple[int, str, int, int], tuple[int, int, int, int]]
 
 HEAD_DIMS = (64, 128, 256)
-# Programs that the keys of a batch are cut for, per multiprocessor: twice what fits at a time, so that uneven ends fill up.
-PROGRAMS_PER_SM = 8
-# Keys · (sequences - 1) that a shared pass has to save: one more launch and its merge, some 5 µs, read 20 MB meanwhile.
-MIN_SHARED_SAVING = 8192
 # Every tile's keys divide this: a run of keys that is cut here is a whole number of tiles for any kernel.
 KEY_ALIGNMENT = 128
 
@@ -55,8 +51,18 @@ class DeviceModel:
 
     @property
     def architecture(self) -> int:
-        """The row of the table: a Blackwell without tensor memory (sm_12x) is an Ampere with more clock to these kernels."""
+        """The row of the table. A Blackwell without tensor memory (sm_12x) is an Ampere to these kernels."""
         return {9: 90, 10: 100}.get(self.capability[0], 80)
+
+    @property
+    def programs_per_sm(self) -> int:
+        """Programs that a decoding batch's keys are cut for: more than run at a time, so that uneven ends fill up."""
+        return PROGRAMS_PER_SM[self.architecture]
+
+    @property
+    def min_shared_saving(self) -> int:
+        """Keys · (sequences - 1) that a shared pass has to save to pay for its launch and its merge."""
+        return MIN_SHARED_SAVING[self.architecture]
 
     @property
     def has_fp8(self) -> bool:
@@ -78,7 +84,7 @@ def target_items(device: DeviceModel, num_kv_heads: int, num_row_tiles: int) -> 
 
     With n sequences of equal length this is the usual ceil(c · SMs / (n · heads)) splits of each.
     """
-    return -(-PROGRAMS_PER_SM * device.num_sms // (num_kv_heads * num_row_tiles))
+    return -(-device.programs_per_sm * device.num_sms // (num_kv_heads * num_row_tiles))
 
 
 def scan_size(num_seqs: int) -> int:

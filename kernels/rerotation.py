@@ -3,9 +3,8 @@
     row of the table      one position delta
     angles                delta · inv_freq of each layer, in float64; only their cosines and sines are rounded to fp32
 
-RoPE in the half-split layout (pairs i, i + rotary_dim / 2), as every family the engine runs has it. A scaling of RoPE that
-depends on the length alone is part of inv_freq; one that multiplies cosines (an attention factor) is in the stored keys
-already and turns with them.
+RoPE in the half-split layout (pairs i, i + rotary_dim / 2), as every family the engine runs has it. A scaling of RoPE
+is part of inv_freq; one that multiplies cosines (an attention factor) is in the stored keys already and stays there.
 """
 
 from __future__ import annotations

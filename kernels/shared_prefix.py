@@ -4,7 +4,7 @@
                    B [7 2 9 4 | 1 8]        the tables show the same tree as the prefix index
                    C [7 2 | 6]
                                             saving of a group = (members - 1) · keys: what is not read again
-    {A, B, C} at 2 blocks saves 4 blocks     {A, B} at 4 blocks saves 4: the better one is kept, a tie is the larger group's
+    {A, B, C} at 2 blocks saves 4 blocks     {A, B} at 4 blocks saves 4      the better is kept, in a tie the larger
 
 Groups do not nest: a sequence reads one shared run and its own rest. Nested runs save at most the difference of the two
 and cost a launch and a merge each.
@@ -35,13 +35,13 @@ class PrefixGroup:
 
 
 def find_groups(
-    block_tables: Sequence[Sequence[int]],
+    block_tables: Sequence[list[int]],
     seq_lens: Sequence[int],
     candidates: Sequence[int],  # the sequences that may share: those with one new token
     block_size: int,
     min_saving: int,
 ) -> list[PrefixGroup]:
-    """The groups that save at least `min_saving` keys each. Cost: the candidates' block tables, once a level of sharing."""
+    """The groups that save at least `min_saving` keys each. Cost: the candidates' tables, once a level of sharing."""
 
     def best(members: list[int], depth: int) -> list[PrefixGroup]:
         if len(members) < 2:
@@ -61,7 +61,7 @@ def find_groups(
     return [group for part in _split(block_tables, candidates, 0) for group in best(part, 0)]
 
 
-def _split(block_tables: Sequence[Sequence[int]], members: Sequence[int], depth: int) -> list[list[int]]:
+def _split(block_tables: Sequence[list[int]], members: Sequence[int], depth: int) -> list[list[int]]:
     """Members by their block at `depth`; those that end before have nothing to share there."""
     parts: defaultdict[int, list[int]] = defaultdict(list)
     for member in members:
@@ -72,7 +72,7 @@ def _split(block_tables: Sequence[Sequence[int]], members: Sequence[int], depth:
 
 
 def _common_length(left: Sequence[int], right: Sequence[int], known: int) -> int:
-    """How many leading blocks are equal, given that `known` are. By halves: comparing slices is far faster than a loop."""
+    """How many leading blocks are equal; `known` are. By halves: comparing slices is far faster than a loop."""
     low, high = known, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2

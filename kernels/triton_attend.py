@@ -25,7 +25,7 @@ for both, and its tile is wrong for one of them.
 """
 
 # Triton's language looks like Python but is not: constants in capitals, arguments that are tensors and numbers at once.
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 # pyright: reportUnknownParameterType=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 from __future__ import annotations
@@ -45,11 +45,12 @@ def load_blocks(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The block ids of keys [start, start + BLOCK_N), [BLOCK_N], or one for all; entries that hold no key are not read."""
+    """The block ids of keys [start, start + BLOCK_N), or one for all; entries that hold no key are not read."""
     if BLOCK_SIZE % BLOCK_N == 0:
         return tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
-    keys = start + tl.arange(0, BLOCK_N)
-    return tl.load(table + keys // BLOCK_SIZE, mask=(keys >= first) & (keys < end), other=0)
+    else:  # noqa: RET505 - Triton compiles what follows a return
+        keys = start + tl.arange(0, BLOCK_N)
+        return tl.load(table + keys // BLOCK_SIZE, mask=(keys >= first) & (keys < end), other=0)
 
 
 @triton.jit
@@ -82,9 +83,10 @@ def load_rows(
     pointers = base + offsets[:, None] + columns[None, :]
     if MASKED:
         return tl.load(pointers, mask=readable[:, None] & (columns[None, :] < HEAD_DIM), other=0.0)
-    if HEAD_DIM == BLOCK_D:
+    elif HEAD_DIM == BLOCK_D:  # noqa: RET505 - Triton compiles what follows a return
         return tl.load(pointers)
-    return tl.load(pointers, mask=columns[None, :] < HEAD_DIM, other=0.0)
+    else:
+        return tl.load(pointers, mask=columns[None, :] < HEAD_DIM, other=0.0)
 
 
 @triton.jit
@@ -99,7 +101,8 @@ def scaled_scores(
         # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         power = tl.exp2(products * (score_scale * (2.0 * LOG2_E) / soft_cap))
         return (soft_cap * LOG2_E) * (1.0 - 2.0 / (power + 1.0))
-    return products * (score_scale * LOG2_E)
+    else:  # noqa: RET505 - Triton compiles what follows a return
+        return products * (score_scale * LOG2_E)
 
 
 @triton.jit

@@ -4,16 +4,16 @@
                       of these, groups on one prefix      shared_prefix_decode          (triton_shared_prefix)
                       sequences with more                 paged_prefill                 (triton_prefill)
 
-A step may hold all three kinds: each kernel skips the sequences that are not its own, by their lengths on the device, so
-no list of them is made. What the host decides (which kernels, how many tiles, which groups) follows from the metadata's
-host lists and is the same for every layer of a step: it is kept with the metadata that it was made for.
+A step may hold all three kinds: each kernel skips the sequences that are not its own, by their lengths on the device,
+so no list of them is made. What the host decides (which kernels, how many tiles, which groups) follows from the
+metadata's host lists and is the same for every layer of a step: it is kept with the metadata that it was made for.
 
 Grids depend on the number of sequences and on prefill's tiles, never on how long a decoding sequence is: a step that
 only decodes can be captured in a graph and replayed with other lengths. A captured step must not share prefixes
 (`shares_prefixes=False`): their work list is the host's.
 
-What does not hold: a sequence's decode result depends on the batch around it, in the last bits, since the cut of its keys
-does.
+What does not hold: a sequence's decode result depends on the batch around it, in the last bits, since the cut of its
+keys does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import triton
 
 from kernels.block_copier import BlockCopier
 from kernels.heuristics import (
-    MIN_SHARED_SAVING,
     DeviceModel,
     KernelName,
     Tile,
@@ -39,10 +38,10 @@ from kernels.launch import launch
 from kernels.metadata import AttentionMetadata
 from kernels.reference import SlotCopy
 from kernels.shared_prefix import PrefixPlan, find_groups, plan_prefixes
+from kernels.tile_table import TILES
 from kernels.triton_decode import paged_decode, reduce_splits
 from kernels.triton_prefill import paged_prefill
 from kernels.triton_shared_prefix import shared_prefix_decode
-from kernels.tile_table import TILES
 from kernels.triton_store import store_rows
 
 MAX_DECODE_QUERY = 8  # new tokens of a sequence that decode takes
@@ -100,13 +99,13 @@ class TritonAttention:
         *,
         kv_scales: torch.Tensor | None = None,  # fp32 [num_layers, 2, num_kv_heads], for a cache of 8-bit elements
         shares_prefixes: bool = True,
-        min_shared_saving: int = MIN_SHARED_SAVING,
+        min_shared_saving: int | None = None,  # the table's
         tiles: TileTable = TILES,
     ) -> None:
         self._device = device
         self._kv_scales = kv_scales
         self._shares_prefixes = shares_prefixes
-        self._min_shared_saving = min_shared_saving
+        self._min_shared_saving = device.min_shared_saving if min_shared_saving is None else min_shared_saving
         self._tiles = tiles
         self._plan: _StepPlan | None = None
         self._copier = BlockCopier()
@@ -221,9 +220,7 @@ class TritonAttention:
         if not groups:
             return None
         target = target_items(self._device, call.num_kv_heads, 1)
-        return plan_prefixes(
-            groups, len(metadata.host_seq_lens), tile.block_m // call.group, target, call.query.device
-        )
+        return plan_prefixes(groups, len(metadata.host_seq_lens), tile.block_m // call.group, target, call.query.device)
 
     def _tile(self, call: _Call, kernel: KernelName) -> Tile:
         return select_tile(self._device, kernel, call.head_dim, call.kv_cache.dtype, self._tiles)
@@ -374,15 +371,19 @@ class TritonAttention:
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "BLOCK_D": call.block_d,
-            "PRECISION": product_precision(call.query.dtype),
+            "PRECISION": product_precision(call.query.dtype, call.block_d),
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
         }
 
 
-def product_precision(dtype: torch.dtype) -> str:
-    """fp32 as three tf32 products: 21 bits of each factor, at the tensor cores' speed. Plain tf32 has 11."""
-    return "tf32x3" if dtype == torch.float32 else "ieee"
+def product_precision(dtype: torch.dtype, block_d: int) -> str:
+    """How `tl.dot` multiplies; it matters for fp32 only.
+
+    Three tf32 products keep 21 bits of each factor, at the tensor cores' speed; one keeps 11. A head of 256 in three
+    times two parts does not fit the registers, and is multiplied without tensor cores.
+    """
+    return "tf32x3" if dtype == torch.float32 and block_d <= 128 else "ieee"
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,9 @@
     plane            [block_size, num_kv_heads, head_dim] of one layer, K or V: contiguous, its first slots too
     copy (s, d, n)   the first n slots of every plane of source row s, into destination row d
 
-One kernel is copy-on-write (n slots, within the cache), a copy of whole blocks (n = block_size), gather (cache → staging
-buffer of a tier) and scatter (back): source and destination are two base addresses. Elements are moved as integers, the widest
-that divide a slot, so that a NaN keeps its bits and no dtype needs its own variant.
+One kernel is copy-on-write (n slots, within the cache), a copy of whole blocks (n = block_size), gather (cache →
+staging buffer of a tier) and scatter (back): source and destination are two base addresses. Elements are moved as
+integers, the widest that divide a slot, so that a NaN keeps its bits and no dtype needs its own variant.
 
 A program copies one piece of one plane. Programs run in any order, so copies of one launch must not depend on each
 other: `kernels.block_copier` cuts a list of dependent ones into launches.

@@ -6,11 +6,11 @@
                                 masked               not masked              masked
 
 64 or 128 rows a tile: with 16, as decode has them, each key is read eight times as often and prefill of 8,000 tokens
-takes 2.5 times as long. The loop without masks is where the time goes; a mask in it would cost as much as the exponentials.
+takes 2.5 times as long. The loop without masks is where the time goes; a mask in it costs as much as the exponentials.
 
-Program (head, tile): the heads of a tile run next to each other and tiles from the last to the first, so that the longest
-start first and the short ones fill the gaps at the end. A persistent grid with the same order would only save launches
-of programs, which are few and long here.
+Program (head, tile): the heads of a tile run next to each other and tiles from the last to the first, so that the
+longest start first and the short ones fill the gaps at the end. A persistent grid with the same order would only save
+the starts of programs, which are few and long here.
 
 Tiles of sequence i: ceil(query_len · GROUP / BLOCK_M). Each program finds its sequence in `cu_seqlens_q` by itself.
 """

@@ -4,14 +4,14 @@
                    B [7 2 9 4 | 1 8]    own:    the rest, `triton_decode` from `prefix_lens` on
                    C [7 2 9 4 | 6]      merged: by the sums of both, `triton_decode.reduce_splits`
 
-    a tile's rows  (member, head of the group): 32 sequences of a group of 4 fill 128 rows, one matrix product a key tile
+    a tile's rows  (member, head of the group): 32 sequences of a group of 4 fill 128 rows, one product a key tile
 
     items   int32 [num_items, 5]   first member, number of members, first key, end key, first row of the partial results
-    partial results                [split of the prefix, member of the group, head, BLOCK_D], all groups one after another
+    partial results                [split of the prefix, member of the group, head, BLOCK_D], group after group
 
-Every row sees every key of the prefix, which is cut to whole tiles: no mask. Only sequences with one new token take part:
-with several, a tile would hold fewer members and the pass would save less. The items come from the host
-(`kernels.shared_prefix`): groups last as long as the batch does, and are found in the radix tree, not on the device.
+Every row sees every key of the prefix, which is cut to whole tiles: no mask. Only sequences with one new token take
+part: with several, a tile would hold fewer members and the pass would save less. The items come from the host
+(`kernels.shared_prefix`): groups last as long as the batch does, and its block tables show them.
 """
 
 # Triton's language looks like Python but is not: constants in capitals, arguments that are tensors and numbers at once.

@@ -1,13 +1,13 @@
 """store_kv: scatter the new tokens' keys and values of one layer into their slots, quantized on the way if asked.
 
-    key    [num_tokens, num_kv_heads, head_dim], any strides          row = (token, KV head): head_dim elements in one piece
+    key    [num_tokens, num_kv_heads, head_dim], any strides      row = (token, KV head): head_dim elements in one piece
     cache  block slot // block_size, layer, 0 | 1, slot % block_size, KV head
 
 A negative slot is padding and is not written: the rows that fill a captured graph's batch carry tables of an earlier
 step, whose blocks belong to others by now. A slot past the cache is not written either; nothing hands one out.
 
-In 8 bits, an element is x / scale of its layer, K or V, and head: rounded to nearest even and limited to the type's range
-(fp8 e4m3 has no infinity: what overflows would become NaN).
+In 8 bits, an element is x / scale of its layer, K or V, and head: rounded to nearest even and limited to the type's
+range (fp8 e4m3 has no infinity: what overflows would become NaN).
 """
 
 # Triton's language looks like Python but is not: constants in capitals, arguments that are tensors and numbers at once.
@@ -28,7 +28,8 @@ def quantized(rows: tl.tensor, scale: tl.tensor, INTEGER: tl.constexpr):
         # 1.5 · 2^23: adding it rounds to nearest even, as there is no fraction left at that size.
         rounded = (scaled + 12582912.0) - 12582912.0
         return tl.clamp(rounded, -127.0, 127.0)
-    return tl.clamp(scaled, -448.0, 448.0)
+    else:  # noqa: RET505 - Triton compiles what follows a return
+        return tl.clamp(scaled, -448.0, 448.0)
 
 
 @triton.jit(do_not_specialize=["layer", "num_tokens"])

@@ -66,10 +66,12 @@ class CollectionIndex:
 
     def __init__(self, dimension: int, exact_below: int = EXACT_BELOW) -> None:
         self.dimension = dimension
+        self.is_public = False
         self.version = -1  # of the collection, as far as it has been taken in
         self._vectors = VectorIndex(dimension, exact_below)
         self._words = LexicalIndex()
         self._passages: dict[int, Passage] = {}
+        self._by_document: dict[str, int] = {}  # one key of each document
         self._files: dict[str, _File] = {}
         self._next_key = 0
         self._next_file = 0
@@ -104,6 +106,7 @@ class CollectionIndex:
                 member.filename,
                 place,
             )
+            self._by_document[chunk.document_id] = key
             entries.append(Entry(key, file.number, chunk.title, chunk.text))
         if chunks:
             vectors = np.stack([np.frombuffer(chunk.vector, np.float32) for chunk in chunks])
@@ -116,6 +119,10 @@ class CollectionIndex:
 
     def set_attributes(self, file_id: str, attributes: Attributes) -> None:
         self._files[file_id].attributes = attributes
+
+    def passage(self, document_id: str) -> Passage | None:
+        key = self._by_document.get(document_id)
+        return None if key is None else self._passages.get(key)
 
     def advance_graph(self, max_rows: int) -> None:
         self._vectors.advance(max_rows)
@@ -155,5 +162,7 @@ class CollectionIndex:
             return []
         self._vectors.remove(file.keys)
         for key in file.keys:
-            del self._passages[key]
+            document_id = self._passages.pop(key).document_id
+            if self._by_document.get(document_id) == key:
+                del self._by_document[document_id]
         return file.keys

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 _LABEL_LENGTH = 200
@@ -31,6 +31,7 @@ class Document:
     id: str
     title: str
     text: str
+    tokens: bytes = field(default=b"", compare=False, repr=False)  # packed ids of its rendering, if they are known
 
 
 def parse(raw: object, path: str = "documents") -> list[Document]:

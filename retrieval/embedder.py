@@ -173,6 +173,8 @@ class SentenceTransformerModel:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # Before the import: it is then that the thread pool is made. Two pools on the same cores stall each other.
         os.environ["OMP_NUM_THREADS"] = str(threads or os.cpu_count() or 1)
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
         from sentence_transformers import CrossEncoder, SentenceTransformer
 
         directory = path or str(default_model_dir())

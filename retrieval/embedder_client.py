@@ -47,6 +47,8 @@ class Embedder(Protocol):
 
     @property
     def info(self) -> EmbedderInfo | None: ...
+    @property
+    def connected(self) -> bool: ...
     async def wait_ready(self) -> EmbedderInfo: ...
     async def embed(self, texts: Sequence[str], *, urgent: bool) -> tuple[Floats, tuple[int, ...]]: ...
     async def rerank(self, query: str, texts: Sequence[str]) -> tuple[float, ...]: ...
@@ -70,6 +72,11 @@ class EmbedderClient:
     def info(self) -> EmbedderInfo | None:
         """None until the embedder has been reached for the first time."""
         return self._info
+
+    @property
+    def connected(self) -> bool:
+        """Whether it has been heard lately; it says nothing while it computes."""
+        return self._info is not None and asyncio.get_running_loop().time() - self._heard_at < _SILENCE / 2
 
     async def start(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)

@@ -5,8 +5,8 @@
 
 Whatever stops it, somebody takes it up again: a claim is a lease, renewed while the work goes on, and the chunks that
 are stored already are found and not embedded again. So a crash costs the batch it happened in. A file that takes its
-gateway down with it is given up after `_MAX_ATTEMPTS`. Two files are worked on at a time: one is parsed while the
-other is embedded, and the embedder never idles.
+gateway or its embedder down with it is given up after `_MAX_ATTEMPTS` without progress; while the embedder is away
+nothing is claimed. Two files are worked on at a time: one is parsed while the other is embedded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from retrieval.documents import Document, content_id, render
 from retrieval.embedder_client import Embedder
 from retrieval.embedder_protocol import EmbedderInfo
 from retrieval.errors import FileContentError, FileErrorCode, NotFoundError, UnavailableError
-from retrieval.library import Job, Library
+from retrieval.library import Attachment, Job, Library
 from retrieval.parser_process import ParserProcess
 from retrieval.records import Chunk, CollectionFile, FileError, FileStatus, chunk_id
 
@@ -64,24 +64,50 @@ class Ingestor:
         self._on_ingested = on_ingested
         self._wake = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
+        self._claimed: set[Job] = set()
 
     async def start(self) -> None:
         self._workers = [asyncio.create_task(self._work()) for _ in range(_NUM_WORKERS)]
+        self._workers.append(asyncio.create_task(self._renew_stale_when_possible()))
 
     async def close(self) -> None:
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
+        with suppress(UnavailableError):
+            for job in self._claimed:  # for another gateway, or this one when it is back, without waiting for the lease
+                await self._library.give_back(job)
         await self._parser.close()
 
     def wake(self) -> None:
         """There is a new job: do not wait until the next look."""
         self._wake.set()
 
+    async def renew_stale(self) -> None:
+        """Queues what another embedding model has embedded: the embedder was changed in the settings."""
+        tag = (await self._embedder.wait_ready()).tag
+        for tenant, collection_id in await self._library.all_collections():
+            for member in await self._library.members(tenant, collection_id):
+                if member.status is FileStatus.COMPLETED and not member.is_of_embedder(tag):
+                    wanted = Attachment(member.file_id, member.attributes, member.chunking)
+                    await self._library.attach(tenant, collection_id, wanted, again=True)
+        self.wake()
+
+    async def _renew_stale_when_possible(self) -> None:
+        while True:
+            try:
+                await self.renew_stale()
+            except NotFoundError:  # deleted just now; look again
+                continue
+            except UnavailableError:
+                await asyncio.sleep(_LOOK_SECONDS)
+            else:
+                return
+
     async def _work(self) -> None:
         while True:
             try:
-                if not await self.run_one():
+                if not self._embedder.connected or not await self.run_one():
                     await self._idle()
             except UnavailableError as error:
                 # The claim runs out by itself, and the job is taken up again.
@@ -100,9 +126,11 @@ class Ingestor:
         if claimed is None:
             return False
         job, attempt = claimed
+        self._claimed.add(job)
         renewing = asyncio.create_task(self._renew(job))
         try:
             await self._run(job, attempt)
+            self._claimed.discard(job)
         finally:
             renewing.cancel()
         return True
@@ -120,7 +148,7 @@ class Ingestor:
             await self._library.let_go(job.tenant, job.collection_id, job.file_id)
             return
         if attempt > _MAX_ATTEMPTS:
-            await self._fail(job, member, "server_error", f"Given up after {_MAX_ATTEMPTS} attempts.")
+            await self._fail(job, member, "server_error", f"Given up after {_MAX_ATTEMPTS} attempts without progress.")
             return
         started = time.monotonic()
         try:
@@ -153,6 +181,7 @@ class Ingestor:
             if await self._is_gone(job, member):
                 break
             await self._library.put_chunks(job, await self._embedded(new[start : start + _EMBED_AT_ONCE], tokenizer))
+            await self._library.note_progress(job)
         return msgspec.structs.replace(
             member,
             status=FileStatus.COMPLETED,

@@ -1,4 +1,4 @@
-"""Names of the keys in Redis; docs/operations.md lists them. Every name but four begins with its tenant."""
+"""Names of the keys in Redis; docs/operations.md lists them. Every name but the first few begins with its tenant."""
 
 from __future__ import annotations
 

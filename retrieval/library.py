@@ -162,10 +162,17 @@ class Library:
         ids = await self._redis.texts("ZRANGE", keys.collections(tenant), 0, -1)
         return await self._records([keys.collection(tenant, each) for each in ids], CollectionRecord)
 
+    async def all_collections(self) -> list[tuple[str, str]]:
+        """(tenant, collection) of every tenant."""
+        names = [name.partition(keys.SEPARATOR) for name in await self._redis.texts("SMEMBERS", keys.ALL_COLLECTIONS)]
+        return [(tenant, collection_id) for tenant, _, collection_id in names]
+
     async def change_collection(self, tenant: str, record: CollectionRecord) -> None:
         key = keys.collection(tenant, record.id)
         if await self._redis.run("SET", key, msgspec.json.encode(record), "XX") is None:
             raise NotFoundError(f"No such vector store: {record.id[:100]!r}.")
+        await self._redis.run("INCR", keys.version(tenant, record.id))
+        await self._redis.run("XADD", keys.EVENTS, "*", "tenant", tenant, "collection", record.id)
 
     async def delete_collection(self, tenant: str, collection_id: str) -> list[str]:
         """The ids of the chunks that are gone with it."""
@@ -191,13 +198,13 @@ class Library:
     # ------------------------------------------------------------ members
 
     async def attach(
-        self, tenant: str, collection_id: str, wanted: Attachment, *, batch_id: str | None = None
+        self, tenant: str, collection_id: str, wanted: Attachment, *, batch_id: str | None = None, again: bool = False
     ) -> CollectionFile:
-        """Makes a file a member and queues its ingestion. A member in the same state is left alone: a no-op."""
+        """Makes a file a member and queues its ingestion. A member in the same state is left alone, unless `again`."""
         file = await self.file(tenant, wanted.file_id)
         known = await self.find_member(tenant, collection_id, wanted.file_id)
         if known is not None:
-            if _is_ingested_alike(known, wanted):
+            if _is_ingested_alike(known, wanted) and not again:
                 return await self._with_attributes(tenant, collection_id, known, wanted.attributes)
             await self._remove(Job(tenant, collection_id, file.id))
         record = CollectionFile(
@@ -371,6 +378,15 @@ class Library:
 
     async def renew(self, job: Job, lease_seconds: float) -> None:
         await self._redis.run("ZADD", keys.JOBS, "XX", time.time() + lease_seconds, str(job))
+
+    async def note_progress(self, job: Job) -> None:
+        """The attempts so far were not in vain, and do not count against the file."""
+        await self._redis.run("HDEL", keys.ATTEMPTS, str(job))
+
+    async def give_back(self, job: Job) -> None:
+        """Undoes a claim."""
+        commands = [("ZADD", keys.JOBS, "XX", time.time(), str(job)), ("HINCRBY", keys.ATTEMPTS, str(job), -1)]
+        await self._redis.run_all(commands)
 
     async def forget_job(self, job: Job) -> None:
         await self._redis.run_all([("ZREM", keys.JOBS, str(job)), ("HDEL", keys.ATTEMPTS, str(job))])

@@ -27,7 +27,7 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ("time of day", r"(?:time|clock|now)[^.\n]{0,24}?\b\d{1,2}:\d\d(?::\d\d)?(?: ?[ap]m)?"),
     (
         "today's date",
-        rf"(?:today|current|now|as of|date)[^.\n]{{0,24}}?"
+        rf"\b(?:today|current|now|as of|date)\b[^.\n]{{0,24}}?"
         rf"(?:\d{{4}}-\d\d-\d\d|\d{{1,2}}[./]\d{{1,2}}[./]\d{{2,4}}"
         rf"|{_MONTH}\.? +\d{{1,2}},? +\d{{4}}|\d{{1,2}} +{_MONTH}\.? +\d{{4}})",
     ),

@@ -71,6 +71,10 @@ class CollectionFile(msgspec.Struct, frozen=True, kw_only=True):
     replaces: str | None = None  # the file that leaves the collection in the moment in which this one enters
     batch_id: str | None = None
 
+    def is_of_embedder(self, tag: str) -> bool:
+        """Vectors of another embedder cannot be compared with its own; such a file is ingested again."""
+        return all(each.startswith(f"{tag}:") for each in self.chunk_ids[:1])
+
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: str
@@ -94,8 +98,12 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def document_id(self) -> str:
-        return self.id.partition(":")[2]
+        return document_id_of(self.id)
 
 
 def chunk_id(embedder_tag: str, document_id: str) -> str:
     return f"{embedder_tag}:{document_id}"
+
+
+def document_id_of(chunk_id: str) -> str:
+    return chunk_id.partition(":")[2]

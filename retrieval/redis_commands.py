@@ -20,6 +20,10 @@ Value = str | bytes | int | float
 _SCRIPTS = ("attach_file", "claim_job", "put_chunks", "remove_file", "settle_file", "update_file")
 
 
+class _Connecting(Protocol):
+    def from_url(self, url: str) -> Redis: ...
+
+
 class _Commands(Protocol):
     async def execute_command(self, *args: Value) -> object: ...
     async def evalsha(self, sha: str, numkeys: int, *keys_and_args: Value) -> object: ...
@@ -28,6 +32,11 @@ class _Commands(Protocol):
 class _Pipeline(Protocol):
     def execute_command(self, *args: Value) -> object: ...
     async def execute(self) -> list[object]: ...
+
+
+def connect_store(url: str) -> Redis:
+    """Connects when first used, and again whenever it has to."""
+    return cast("_Connecting", Redis).from_url(url)
 
 
 class RedisCommands:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import ParamSpec, TypeVar, cast
 
 from retrieval import keys
-from retrieval.collection_index import CollectionIndex, Found, Weights
+from retrieval.collection_index import CollectionIndex, Found, Passage, Weights
 from retrieval.embedder_client import Embedder, Floats
 from retrieval.errors import NotFoundError, StoreUnavailableError, UnavailableError
 from retrieval.filters import Predicate
@@ -75,6 +75,21 @@ class SearchIndexes:
         index = await self.current(name)
         return await self._on_thread(index.search, vector, text, k, keep, weights)
 
+    def is_loaded(self, name: Name) -> bool:
+        return name in self._indexes
+
+    def is_public(self, name: Name) -> bool:
+        index = self._indexes.get(name)
+        return index is not None and index.is_public
+
+    def passage(self, names: Sequence[Name], document_id: str) -> Passage | None:
+        """A passage that one of these collections has now."""
+        for name in names:
+            index = self._indexes.get(name)
+            if index is not None and (found := index.passage(document_id)) is not None:
+                return found
+        return None
+
     def num_passages(self, name: Name) -> int:
         """As far as this collection is loaded."""
         return len(self._indexes.get(name, ()))
@@ -102,12 +117,13 @@ class SearchIndexes:
             if index is not None and index.version == version:
                 return index
             try:
-                await self._library.collection(*name)
+                record = await self._library.collection(*name)
             except NotFoundError:
                 self._indexes.pop(name, None)
                 raise
             if index is None:
                 index = self._indexes[name] = await self._on_thread(CollectionIndex, info.dimension)
+            index.is_public = record.public
             await self._make_alike(name, index, info.tag)
             # Read before the members were: a change in between is seen again, never missed.
             index.version = version
@@ -118,7 +134,7 @@ class SearchIndexes:
         members = {
             member.file_id: member
             for member in await self._library.members(*name)
-            if member.status is FileStatus.COMPLETED and _is_embedded_with(embedder_tag, member)
+            if member.status is FileStatus.COMPLETED and member.is_of_embedder(embedder_tag)
         }
         known = index.generations()
         for file_id in known.keys() - members.keys():
@@ -177,9 +193,8 @@ class SearchIndexes:
         return last
 
     async def _load_all(self) -> None:
-        for member in await self._redis.texts("SMEMBERS", keys.ALL_COLLECTIONS):
-            tenant, _, collection_id = member.partition(keys.SEPARATOR)
-            await self._look_again((tenant, collection_id))
+        for name in await self._library.all_collections():
+            await self._look_again(name)
 
     async def _look_again(self, name: Name) -> None:
         with suppress(NotFoundError):
@@ -188,11 +203,6 @@ class SearchIndexes:
     async def _on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, functools.partial(call, *args, **kwargs))
-
-
-def _is_embedded_with(embedder_tag: str, member: CollectionFile) -> bool:
-    """Vectors of another embedder cannot be compared; such a file is being ingested again (`Ingestor`)."""
-    return all(each.startswith(f"{embedder_tag}:") for each in member.chunk_ids[:1])
 
 
 def _events(reply: object) -> list[tuple[str, dict[bytes, bytes]]]:

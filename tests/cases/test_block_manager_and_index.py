@@ -14,7 +14,7 @@ import pytest
 
 from engine.block_pool import BlockPool
 from engine.errors import ContextLengthExceededError, InvariantError
-from engine.prefix_index import PrefixIndex
+from engine.prefix_index import PrefixIndex, PrefixMatch
 from engine.scoped_tokens import ScopedTokens
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import SCOPE_A, VOCAB, Harness
@@ -161,6 +161,25 @@ def test_a_burst_of_one_prompt_is_prefilled_once() -> None:
         harness.submit(list(range(120)), max_tokens=1)
     harness.run()
     assert harness.runner.num_computed_tokens <= 120 + 15
+
+
+def test_a_burst_is_looked_up_a_few_times_a_request_not_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The followers of a long prompt were looked up again after each of its chunks, eight for each admission."""
+    harness = Harness(num_blocks=512, block_size=4, token_budget=64, chunk=16, max_num_seqs=16)
+    lookups = 0
+    original = PrefixIndex.match_prefix
+
+    def counted(index: PrefixIndex, sequence: ScopedTokens, limit: int) -> PrefixMatch:
+        nonlocal lookups
+        lookups += 1
+        return original(index, sequence, limit)
+
+    monkeypatch.setattr(PrefixIndex, "match_prefix", counted)
+    for _ in range(100):
+        harness.submit(list(range(200)), max_tokens=1)
+    harness.run()
+    assert harness.runner.num_computed_tokens <= 200 + 99
+    assert lookups < 100 * 12
 
 
 def test_the_oldest_request_always_gets_on_and_everything_finishes() -> None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from engine.errors import ContextLengthExceededError, EngineStepError
 from engine.protocol import (
     PROTOCOL_VERSION,
+    CacheView,
     Delta,
     EngineInfo,
     EngineStats,
     Failure,
     FinishReason,
+    GetCacheView,
     PromptAccount,
     Submit,
     unpack_tokens,
@@ -109,3 +111,20 @@ class EchoEngine:
     def stats(self) -> EngineStats:
         counts = dict.fromkeys(EngineStats.__struct_fields__[1:], 0)
         return EngineStats(incarnation=self.incarnation, **{**counts, "num_running": len(self.requests)})
+
+    def metrics_text(self) -> bytes:
+        return f"echo_requests {len(self.requests)}\n".encode()
+
+    def cache_view(self, query: GetCacheView) -> CacheView:
+        return CacheView(
+            query_id=query.query_id,
+            block_size=16,
+            num_blocks=64,
+            nodes=(),
+            num_nodes=0,
+            block_map=b"f" * 64,
+            blocks_per_cell=1,
+            owners=(),
+            evictions=(),
+            requests=(),
+        )

@@ -71,7 +71,7 @@ class Harness:
         settings = EngineSettings(
             block_size=block_size,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=token_budget,
+            max_num_batched_tokens=max(token_budget, chunk + max_num_seqs - 1),  # a chunk beside all decoding
             prefill_chunk_size=chunk,
             enable_prefix_caching=caching,
         )

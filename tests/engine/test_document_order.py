@@ -61,7 +61,8 @@ def test_the_longest_cached_path_comes_first_then_the_popular_then_by_id() -> No
     tree = Tree()
     tree.put([2, 4, 7])
     tree.put([4, 2])
-    tree.popularity.note(["d9", "d9"])
+    tree.popularity.note([document(9), document(9)])
+    tree.popularity.note([document(1, scope=OTHER)] * 5)  # of another tenant: it must not show
     assert tree.order([1, 4, 9, 2]) == [2, 4, 9, 1]
     assert tree.order([7, 4, 2]) == [2, 4, 7]
 

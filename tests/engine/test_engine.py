@@ -10,12 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.batch import SchedulerOutput
 from engine.engine import LLMEngine
 from engine.errors import ContextLengthExceededError, InvalidRequestError, InvariantError, OverloadedError
 from engine.kv_cache_manager import KVCacheManager
-from engine.protocol import SamplingParams, Segment, SegmentKind, Submit
+from engine.output_stream import OutputStream
+from engine.protocol import Delta, SamplingParams, Segment, SegmentKind, Submit, TenantPolicy
 from engine.request import Request
 from engine.sampler import NonFiniteLogitsError
+from engine.scheduler import Scheduler
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import EOS, SCOPE_A, SCOPE_B, VOCAB, Harness, word_tokenizer
 
@@ -282,6 +285,64 @@ def test_an_invariant_that_breaks_in_a_step_loses_no_text(call: int, monkeypatch
     assert harness.engine.stats().num_integrity_failures == 1
     for name, token in zip(names, (1, 20, 40), strict=True):
         assert harness.tokens_of(name) == expect([token, token + 1], 8)
+
+
+def test_an_exception_of_any_kind_in_the_bookkeeping_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness()
+    calls = iter(range(100))
+    original = Scheduler.schedule
+
+    def break_once(scheduler: Scheduler) -> SchedulerOutput:
+        if next(calls) == 2:
+            raise KeyError("a bug")
+        return original(scheduler)
+
+    monkeypatch.setattr(Scheduler, "schedule", break_once)
+    name = harness.submit([1, 2, 3], max_tokens=6)
+    harness.run()
+    assert harness.tokens_of(name) == expect([1, 2, 3], 6)
+    assert harness.engine.stats().num_integrity_failures == 1
+
+
+def test_output_that_cannot_be_made_into_text_ends_its_own_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness()
+    names = [harness.submit([n, 5], max_tokens=6) for n in (1, 2)]
+    original = OutputStream.push
+
+    def break_one(stream: OutputStream, token_id: int) -> Delta | None:
+        if stream._request.request_id == names[0]:
+            raise UnicodeError("no text")
+        return original(stream, token_id)
+
+    monkeypatch.setattr(OutputStream, "push", break_one)
+    harness.run()
+    assert harness.failures[names[0]].code == "engine_step_failed"
+    assert harness.tokens_of(names[1]) == expect([2, 5], 6)
+    assert harness.engine.stats().num_integrity_failures == 0
+    harness.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"policy": TenantPolicy(weight=0.0)}, "policy.weight"),
+        ({"policy": TenantPolicy(weight=float("nan"))}, "policy.weight"),
+        ({"policy": TenantPolicy(max_running=0)}, "policy.max_running"),
+        ({"sampling": SamplingParams(max_tokens=1, stop=("",))}, "stop"),
+        ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ({"segments": ()}, "messages"),
+        ({"segments": (Segment(SegmentKind.QUESTION, b"\1\0\0\0", b"short"),)}, "segments"),
+        ({"segments": (Segment(SegmentKind.QUESTION, b"\1\0\0", SCOPE_A),)}, "segments"),
+    ],
+)
+def test_an_impossible_request_is_refused_and_leaves_nothing(change: dict[str, object], param: str) -> None:
+    """A gateway that sends nonsense must not be able to end the engine."""
+    harness = Harness()
+    with pytest.raises(InvalidRequestError) as caught:
+        harness.engine.add_request(msgspec.structs.replace(submit_of([1, 2]), **change))
+    assert caught.value.param == param
+    assert not harness.engine.has_work()
+    assert harness.generate([1, 2]) == expect([1, 2], 4)
 
 
 def test_an_abort_that_finds_the_bookkeeping_broken_still_ends_the_request() -> None:

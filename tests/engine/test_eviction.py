@@ -17,11 +17,12 @@ from tests.engine.fake_runner import expected_output
 from tests.engine.harness import SCOPE_A, SCOPE_B, VOCAB, Harness
 
 SCOPES = {name: name.encode().ljust(16, b"-") for name in ("acme", "borealis", "cobalt")}
+GROUP = b"a cache group---"
 BLOCK = 1
 
 
-def hold(index: PrefixIndex, owner: str, tokens: list[int], first_id: int) -> Node:
-    sequence = ScopedTokens.of(tokens, SCOPES[owner], BLOCK, owner)
+def hold(index: PrefixIndex, owner: str, tokens: list[int], first_id: int, scope: bytes | None = None) -> Node:
+    sequence = ScopedTokens.of(tokens, scope or SCOPES[owner], BLOCK, owner)
     match = index.match_prefix(sequence, len(tokens))
     node = index.lock(match)
     have = len(match.block_ids)
@@ -105,6 +106,29 @@ def test_gdsf_keeps_what_is_hit_often_and_lets_old_popularity_fade() -> None:
     assert index.match_prefix(ScopedTokens.of([1], SCOPES["acme"], BLOCK, "acme"), 1).num_tokens == 0
 
 
+def test_novel_prompts_under_pressure_leave_nothing_behind_in_the_order() -> None:
+    """dynamo#4429: the index grew until the host ran out of memory. Here, entries of evicted nodes did."""
+    index = PrefixIndex(BLOCK)
+    for number in range(3000):
+        put(index, "acme", [number, 1, 2], 3 * number)
+        if index.num_blocks > 60:
+            index.evict(3, "borealis")
+    acme = index.order.owner("acme")
+    assert index.num_nodes <= 21
+    assert len(index.order._heap) <= 2 * index.num_nodes + 64
+    assert len(acme.heap) + len(acme.shelf) <= 4 * index.num_nodes + 64
+
+
+def test_who_began_a_run_pays_for_it_in_a_shared_scope() -> None:
+    """A cache group's scope has an owner a member: the run grew by one and was charged to the other."""
+    index = PrefixIndex(BLOCK)
+    index.unlock(hold(index, "acme", [1, 2], 10, GROUP))
+    index.unlock(hold(index, "borealis", [1, 2, 3, 4], 20, GROUP))
+    assert {name: owner.num_blocks for name, owner in index.order.owners.items()} == {"acme": 4}
+    index.evict(9, "x")
+    assert {name: owner.num_blocks for name, owner in index.order.owners.items()} == {"acme": 0}
+
+
 def test_the_ledger_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.eviction._MAX_LEDGER", 2)
     index = PrefixIndex(BLOCK)
@@ -132,9 +156,14 @@ class LimitsMachine(RuleBasedStateMachine):
         self.index.order.set_limits(owner, floor, quota)
         self.floors[owner], self.quotas[owner] = floor, quota
 
-    @rule(owner=st.sampled_from(sorted(SCOPES)), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
-    def compute(self, owner: str, tokens: list[int]) -> None:
-        self.held.append(hold(self.index, owner, tokens, self.next_id))
+    @rule(
+        owner=st.sampled_from(sorted(SCOPES)),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4),
+        shared=st.booleans(),
+    )
+    def compute(self, owner: str, tokens: list[int], shared: bool) -> None:
+        """In a scope of its own, or in one that all owners share."""
+        self.held.append(hold(self.index, owner, tokens, self.next_id, GROUP if shared else None))
         self.next_id += 8
 
     @precondition(lambda self: self.held)

@@ -129,4 +129,4 @@ def test_the_request_that_arrived_last_is_preempted_and_waits_at_its_old_place()
 
 def test_a_budget_below_the_chunk_is_refused_because_such_a_prompt_would_never_start() -> None:
     with pytest.raises(ValueError, match="chunk"):
-        Scheduler(SchedulerLimits(4, 8, 16), KVCacheManager(4, 4, bytes(16)))
+        Scheduler(SchedulerLimits(4, 18, 16), KVCacheManager(4, 4, bytes(16)))

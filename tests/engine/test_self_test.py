@@ -19,6 +19,13 @@ def test_it_passes_and_leaves_an_empty_engine_behind(caching: bool) -> None:
     assert (stats.num_free_blocks, stats.num_steps, stats.num_prompt_tokens) == (stats.num_blocks, 0, 0)
 
 
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(5, 4), (6, 5), (3, 16), (2, 300), (4, 1)])
+def test_it_knows_what_can_be_found_whatever_the_sizes(num_blocks: int, block_size: int) -> None:
+    """A context that ends inside the second block, and blocks longer than the prompt, were refused."""
+    budget = 2 * block_size + 16
+    prove_reuse(Harness(num_blocks, block_size, token_budget=budget, chunk=block_size).engine, caching=True)
+
+
 def test_a_cache_that_never_hits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness()
     empty = harness.manager.index.match_prefix(ScopedTokens.of([1], bytes(16), 4), 0)

@@ -12,15 +12,22 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from redis.asyncio import Redis
 
 from engine.settings import ServerSettings, Settings, TenantSettings
 from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.auth import hash_api_key, new_api_key
 from gateway.drain import Drain
+from gateway.operations import Operations
 from gateway.server import GatewayServer
+from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
+from retrieval.embedder_client import Embedder
 from tests.gateway.fake_engine import FakeEngine
+from tests.store_server import store_url
+
+__all__ = ["store_url"]
 
 SECRET = b"a secret for tests"
 
@@ -64,8 +71,16 @@ class RunningGateway:
         raise AssertionError("the condition never came true")
 
 
-def run_gateway_thread(engine: FakeEngine, settings: Settings | None = None) -> Iterator[RunningGateway]:
-    keys = {name: new_api_key() for name in ("alice", "bob", "carol", "dave")}
+def run_gateway_thread(
+    engine: FakeEngine,
+    settings: Settings | None = None,
+    *,
+    operated: bool = False,
+    redis: Redis | None = None,
+    embedder: Embedder | None = None,
+    keys: dict[str, str] | None = None,
+) -> Iterator[RunningGateway]:
+    keys = keys or {name: new_api_key() for name in ("alice", "bob", "carol", "dave")}
     groups = {"carol": "research", "dave": "research"}
     tenants = [
         TenantSettings(id=name, key_hashes=(hash_api_key(SECRET, key),), cache_group=groups.get(name, ""))
@@ -73,12 +88,23 @@ def run_gateway_thread(engine: FakeEngine, settings: Settings | None = None) -> 
     ]
     settings = settings or Settings(server=ServerSettings(max_choices=4, max_body_bytes=1 << 20))
     drain = Drain()
-    app = create_app(settings, engine, TenantDirectory(SECRET, tenants), drain=drain)
+    operations = Operations(settings, StoreClient(settings.store.url or None)) if operated else None
+    directory = TenantDirectory(SECRET, tenants)
+    app = create_app(
+        settings,
+        engine,
+        directory,
+        drain=drain,
+        store_problem=operations.store.problem if operations else lambda: None,
+        operations=operations,
+        redis=redis,
+        embedder=embedder,
+    )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     config = uvicorn.Config(
-        AccessLog(app),
+        AccessLog(app, operations.observers if operations else ()),
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from typing import ClassVar
 
 from engine.settings import Settings, load_settings
 from gateway.child import LineSink, print_line
+from gateway.handover import HAND_OVER, LISTEN_FD, READY_FD
 from gateway.supervisor import Supervisor
 
 MODULE = "tests.gateway.fake_children"
@@ -33,6 +35,7 @@ def fake_supervisor(settings: Settings, on_ready: list[str], on_line: LineSink =
         on_line=on_line,
         engine_command=(sys.executable, "-m", MODULE, "engine"),
         gateway_command=(sys.executable, "-m", MODULE, "gateway"),
+        embedder_command=(sys.executable, "-m", MODULE, "embedder"),
     )
 
 
@@ -48,7 +51,10 @@ def run_child(name: str) -> int:
     (directory / f"{name}.up").touch()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
+    signal.signal(HAND_OVER, lambda _number, _frame: stop.set())
     server = _start_http(settings) if name == "gateway" else None
+    if (ready_fd := os.environ.get(READY_FD)) is not None:
+        os.write(int(ready_fd), b"1")
     stop.wait()
     if server is not None:
         server.shutdown()
@@ -72,7 +78,10 @@ class _Readyz(BaseHTTPRequestHandler):
 
 def _start_http(settings: Settings) -> ThreadingHTTPServer:
     _Readyz.engine_up = settings.store.data_dir / "engine.up"
-    server = ThreadingHTTPServer((settings.server.host, settings.server.port), _Readyz)
+    address = (settings.server.host, settings.server.port)
+    server = ThreadingHTTPServer(address, _Readyz, bind_and_activate=False)
+    server.socket.close()
+    server.socket = socket.socket(fileno=int(os.environ[LISTEN_FD]))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 

@@ -14,15 +14,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from itertools import permutations
+
+import msgspec
 
 from engine.errors import EngineUnavailableError, from_wire
 from engine.protocol import (
     PROTOCOL_VERSION,
+    CacheView,
     Delta,
+    DocumentStats,
+    DocumentUse,
     EngineInfo,
+    Erase,
+    Erased,
     FinishReason,
+    GetDocumentStats,
     ProbeResult,
     PromptAccount,
+    Segment,
     SegmentKind,
     Submit,
     unpack_tokens,
@@ -32,6 +42,32 @@ from tests.gateway.chat_templates import CHATML, SPECIAL_TOKENS
 
 BLOCK_SIZE = 16
 MODEL = "echo/byte-model"
+
+
+def empty_view() -> CacheView:
+    return CacheView(
+        query_id="",
+        block_size=BLOCK_SIZE,
+        num_blocks=1024,
+        nodes=(),
+        num_nodes=0,
+        block_map=b"f" * 1024,
+        blocks_per_cell=1,
+        owners=(),
+        evictions=(),
+        requests=(),
+    )
+
+
+def one_owner(view: CacheView, owner: str) -> CacheView:
+    return msgspec.structs.replace(
+        view,
+        nodes=tuple(node for node in view.nodes if node.owner == owner),
+        block_map=b"",
+        owners=tuple(row for row in view.owners if row.owner == owner),
+        evictions=tuple(row for row in view.evictions if row.owner == owner),
+        requests=tuple(row for row in view.requests if row.tenant_id == owner),
+    )
 
 
 class FakeEngine:
@@ -46,7 +82,11 @@ class FakeEngine:
         self.probe_gate.set()
         self.started = self.closed = False
         self.reachable = reachable
-        self._blocks: set[tuple[bytes, tuple[int, ...]]] = set()
+        self.view = empty_view()
+        self.metrics = b"# TYPE radixgate_engine_steps counter\nradixgate_engine_steps_total 7.0\n"
+        self.erased: list[Erase] = []
+        # Of each full block: whose it is, and the documents with tokens in it or before it.
+        self._blocks: dict[tuple[bytes, tuple[int, ...]], tuple[str, frozenset[str]]] = {}
         self._info = EngineInfo(
             protocol_version=PROTOCOL_VERSION,
             incarnation="1",
@@ -86,6 +126,61 @@ class FakeEngine:
             raise EngineUnavailableError("no engine")
         return self.probe_result
 
+    @property
+    def connected(self) -> bool:
+        return self.reachable
+
+    async def metrics_text(self, timeout: float) -> bytes:
+        if not self.reachable:
+            raise EngineUnavailableError("no engine")
+        return self.metrics
+
+    async def cache_view(self, owner: str | None, max_nodes: int, timeout: float) -> CacheView:
+        if not self.reachable:
+            raise EngineUnavailableError("no engine")
+        return self.view if owner is None else one_owner(self.view, owner)
+
+    async def erase(self, request: Erase) -> Erased:
+        if not self.reachable:
+            raise EngineUnavailableError("no engine")
+        self.erased.append(request)
+        gone = [
+            block
+            for block, (owner, documents) in self._blocks.items()
+            if request.owner in (None, owner)
+            and (request.document_ids is None or documents.intersection(request.document_ids))
+        ]
+        for block in gone:
+            del self._blocks[block]
+        return Erased(erase_id=request.erase_id, num_blocks=len(gone), num_by_tier={"device": len(gone)})
+
+    async def document_stats(self, request: GetDocumentStats) -> DocumentStats:
+        if not self.reachable:
+            raise EngineUnavailableError("no engine")
+        counts = {
+            document_id: sum(
+                scope in request.scopes and document_id in documents
+                for (scope, _), (_, documents) in self._blocks.items()
+            )
+            for document_id in request.document_ids
+        }
+        return DocumentStats(
+            query_id=request.query_id,
+            documents=tuple(
+                DocumentUse(
+                    document_id=document_id,
+                    num_blocks=count,
+                    num_bytes=count * 1024,
+                    num_by_tier={"device": count},
+                    hits=0,
+                    tokens_saved=0,
+                    last_use=0.0,
+                )
+                for document_id, count in counts.items()
+                if count
+            ),
+        )
+
     async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         self.submitted.append(submit)
         ended = False
@@ -115,9 +210,12 @@ class FakeEngine:
             raise from_wire(code, f"the engine says {code}", None)
         if command == "silence":
             await asyncio.Event().wait()
+        submit, order = self._arrange(submit)
         account = self._admit(submit)
         if command == "wait":
-            yield Delta(request_id=submit.request_id, text="", num_output_tokens=0, account=account)
+            yield Delta(
+                request_id=submit.request_id, text="", num_output_tokens=0, account=account, document_order=order
+            )
             await asyncio.Event().wait()
         text, reason = self._output(submit)
         for i, char in enumerate(text, 1):
@@ -129,12 +227,18 @@ class FakeEngine:
                 text=char,
                 num_output_tokens=i,
                 account=account if i == 1 else None,
+                document_order=order if i == 1 else None,
                 finish_reason=last,
             )
             await asyncio.sleep(0)
         if not text:
             yield Delta(
-                request_id=submit.request_id, text="", num_output_tokens=0, account=account, finish_reason=reason
+                request_id=submit.request_id,
+                text="",
+                num_output_tokens=0,
+                account=account,
+                document_order=order,
+                finish_reason=reason,
             )
 
     def _output(self, submit: Submit) -> tuple[str, FinishReason]:
@@ -146,18 +250,45 @@ class FakeEngine:
             return text[: submit.sampling.max_tokens], FinishReason.LENGTH
         return text, FinishReason.STOP
 
+    def _arrange(self, submit: Submit) -> tuple[Submit, tuple[int, ...] | None]:
+        """For `cache`: of all orders of the documents that need not stay last, the one with the longest hit."""
+        if submit.document_order != "cache":
+            return submit, None
+        places = [i for i, each in enumerate(submit.segments) if each.kind is SegmentKind.DOCUMENT]
+        head, foot = submit.segments[: places[0]], submit.segments[places[-1] + 1 :]
+        pinned = tuple(reversed(range(min(submit.pin_top, len(places)))))
+        orders = [(*free, *pinned) for free in permutations(range(len(pinned), len(places)))]
+        arranged = [(*head, *(submit.segments[places[i]] for i in order), *foot) for order in orders]
+        best = max(range(len(orders)), key=lambda i: (self._num_cached(arranged[i]), -i))
+        return msgspec.structs.replace(submit, segments=arranged[best]), orders[best]
+
+    def _num_cached(self, segments: tuple[Segment, ...]) -> int:
+        ids = [i for segment in segments for i in unpack_tokens(segment.tokens)]
+        cached = 0
+        for end in range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE):
+            if (segments[-1].scope, tuple(ids[:end])) not in self._blocks or end == len(ids):
+                break
+            cached = end
+        return cached
+
     def _admit(self, submit: Submit) -> PromptAccount:
         """The account of a prompt, by full blocks; the last token is always computed."""
         ids = [i for segment in submit.segments for i in unpack_tokens(segment.tokens)]
-        scope = submit.segments[-1].scope
         if not submit.use_cache:
             return PromptAccount(disabled=len(ids))
-        ends = range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE)
-        cached = 0
-        for end in ends:
-            if (scope, tuple(ids[:end])) not in self._blocks or end == len(ids):
-                break
-            cached = end
-        self._blocks.update((scope, tuple(ids[:end])) for end in ends)
+        cached = self._num_cached(submit.segments)
+        for end in range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE):
+            block = (submit.segments[-1].scope, tuple(ids[:end]))
+            self._blocks[block] = (submit.tenant_id, _documents_before(submit.segments, end))
         tail = len(ids) % BLOCK_SIZE or 1
         return PromptAccount(device=cached, cold=max(len(ids) - cached - tail, 0), partial_block=tail)
+
+
+def _documents_before(segments: tuple[Segment, ...], end: int) -> frozenset[str]:
+    found: set[str] = set()
+    start = 0
+    for segment in segments:
+        if start < end and segment.document_id is not None:
+            found.add(segment.document_id)
+        start += len(segment)
+    return frozenset(found)

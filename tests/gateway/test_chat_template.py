@@ -97,6 +97,31 @@ def test_a_refusal_of_the_template_is_the_clients_error_in_the_templates_words()
     assert caught.value.param == "messages"
 
 
+@pytest.mark.parametrize(
+    ("expression", "content", "words"),
+    [
+        ("messages[0]['content'] + 1", "x", "concatenate"),
+        ("messages[0]['content'] | int / 0", "1", "division"),
+        ("'%d' % messages[0]['content']", "x", "format"),
+        ("messages[0]['content'].index('y')", "x", "not found"),
+        ("'x' * (messages[0]['content'] | int)", "9" * 30, "index-sized"),
+    ],
+)
+def test_any_error_of_a_template_is_the_clients_error_in_its_own_words(
+    expression: str, content: str, words: str
+) -> None:
+    """A template is a program. What it does to a text can fail in Python's ways, and was a 500."""
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        ChatTemplate(f"{{{{ {expression} }}}}", {}).render([Turn("user", content)])
+    assert caught.value.param == "messages"
+
+
+def test_endless_recursion_in_a_template_is_the_clients_error() -> None:
+    template = ChatTemplate("{% macro again(x) %}{{ again(x) }}{% endmacro %}{{ again(1) }}", {})
+    with pytest.raises(InvalidRequestError, match="recursion"):
+        template.render([Turn("user", "x")])
+
+
 def test_a_template_that_is_no_jinja_is_refused_at_load() -> None:
     with pytest.raises(ModelLoadError, match="not valid Jinja"):
         ChatTemplate("{% for %}", {})

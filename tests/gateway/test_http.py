@@ -113,7 +113,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"presence_penalty": False}, "presence_penalty", "unsupported_parameter"),
         ({"logprobs": True}, "logprobs", "unsupported_parameter"),
         ({"logit_bias": {"1": 1}}, "logit_bias", "unsupported_parameter"),
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        ({"tools": [{"type": "function"}]}, "tools[0].type", "unsupported_parameter"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
         ({"audio": {}}, "audio", "unsupported_parameter"),

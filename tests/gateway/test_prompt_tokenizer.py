@@ -5,6 +5,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from engine.protocol import unpack_tokens
 from gateway.prompt_tokenizer import PromptTokenizer, TokenCache
+from tests.gateway.byte_tokenizer import byte_tokenizer
 
 
 def sentencepiece_like(prefix: str) -> Tokenizer:
@@ -36,6 +37,29 @@ def test_the_beginning_of_a_prompt_is_tokenized_as_the_tokenizer_does() -> None:
     prompts = PromptTokenizer(tokenizer.to_str().encode(), "")
     expected = tokenizer.encode("<s>a", add_special_tokens=False).ids
     assert unpack_tokens(prompts.template_tokens("<s>a", begins=True)) == expected
+
+
+def test_a_rendering_with_clients_texts_is_cached_for_its_scope_and_apart_from_plain_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cached for everybody, a whole prompt would tell one tenant, by the time it takes, what another has asked. And
+    what is a special token in a rendering must not become one in the same text of a client."""
+    namespaces: list[bytes] = []
+    put = TokenCache.put
+
+    def note_and_put(cache: TokenCache, namespace: bytes, text: str, tokens: bytes) -> None:
+        namespaces.append(namespace)
+        put(cache, namespace, text, tokens)
+
+    monkeypatch.setattr(TokenCache, "put", note_and_put)
+    tokenizer = byte_tokenizer()
+    prompts = PromptTokenizer(tokenizer.to_str().encode(), "")
+    special = tokenizer.token_to_id("<s>")
+    for scope in (b"alice", b"bob"):
+        assert unpack_tokens(prompts.rendering_tokens("<s>", scope)) == [special]
+        assert special not in unpack_tokens(prompts.text_tokens("<s>", scope))
+    assert len(set(namespaces)) == 4
+    assert [b"alice" in name for name in namespaces] == [True, True, False, False]
 
 
 def test_the_token_cache_forgets_the_least_recently_used_and_counts_right() -> None:

@@ -8,9 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -29,7 +32,7 @@ from engine.settings import (
 from gateway import supervisor as supervisor_module
 from gateway.child import ChildProcess
 from gateway.store import answers
-from gateway.supervisor import Supervisor, child_environ, free_port, local_url, require_free_port
+from gateway.supervisor import Supervisor, child_environ, free_port, local_url, ready_model, require_free_port
 from tests.gateway.fake_children import MODULE, fake_supervisor
 
 pytestmark = pytest.mark.redis
@@ -100,7 +103,7 @@ async def test_serves_until_stopped_then_ends_in_the_requests_order(tmp_path: Pa
         run.supervisor.stop()
         assert await run.exit_code() == 0
         ends = [(name, line) for name, line in run.lines if "drained" in line or "ready to exit" in line]
-        assert [name for name, _ in ends] == ["gateway", "engine", "store"]
+        assert [name for name, _ in ends] == ["gateway", "engine", "embedder", "store"]
         assert not await answers(store_url)
 
 
@@ -217,7 +220,7 @@ def test_signal_ends_in_exit_code_0(tmp_path: Path, number: signal.Signals) -> N
     with started.process:
         started.process.send_signal(number)
         assert started.process.wait(LIMIT) == 0
-    assert len(started.child_pids) == 3
+    assert len(started.child_pids) == 4
     assert all_gone(started.child_pids)
 
 
@@ -249,6 +252,33 @@ def test_child_environ_drops_foreign_settings_and_keeps_the_rest(tmp_path: Path)
 def test_local_url_of_a_wildcard_address(host: str, url: str) -> None:
     """`curl http://0.0.0.0:8000` works on some systems only."""
     assert local_url(Settings(server=ServerSettings(host=host, port=9))) == url
+
+
+class ReadyHandler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"model": "here"}')
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  the base class's
+        """Nothing on stderr."""
+
+
+def test_readiness_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind an `http_proxy` the proxy was asked for 127.0.0.1: its own. The server never became ready."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # urllib keeps the proxies that it saw first
+    with ThreadingHTTPServer(("127.0.0.1", 0), ReadyHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert ready_model(f"http://127.0.0.1:{server.server_port}/readyz") == "here"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 async def test_child_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_each_set_has_a_workspace_of_its_own() -> None:
     assert first.paged_attention != second.paged_attention
 
 
-@pytest.mark.parametrize(("device", "name"), [("cpu", "fastest"), ("meta", "cpu")])
+@pytest.mark.parametrize(("device", "name"), [("cpu", "fastest"), ("meta", "cpu"), ("cpu", "triton")])
 def test_what_cannot_run_is_refused(device: str, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         select_kernels(torch.device(device), name)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
-import pytest
 import pytest_asyncio
-import redis
 from redis.asyncio import Redis
 
 from engine.protocol import pack_tokens
-from gateway.store import find_store_binary
+from retrieval.embedder_client import Embedder
 from retrieval.ingest import Ingestor, ModelTokenizer
 from retrieval.library import Attachment, Library
 from retrieval.parser_process import ParserProcess
@@ -25,39 +22,18 @@ from retrieval.redis_commands import RedisCommands
 from retrieval.search_indexes import SearchIndexes
 from tests.gateway.byte_tokenizer import byte_tokenizer
 from tests.retrieval.hashing_embedder import HashingEmbedder
+from tests.store_server import store_url
+
+__all__ = ["store_url"]
 
 CHUNKING = Chunking(max_tokens=400, overlap_tokens=0)  # the tests' tokenizer: a token is a byte
 
 
-@pytest.fixture(scope="session")
-def store_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = tmp_path_factory.mktemp("store")
-    socket = directory / "s"
-    options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(directory)]
-    process = subprocess.Popen([str(find_store_binary()), *options], stdout=subprocess.DEVNULL)
-    try:
-        _wait_until_it_answers(f"unix://{socket}", process)
-        yield f"unix://{socket}"
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-def _wait_until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
-    with redis.Redis.from_url(url) as client:
-        for _ in range(500):
-            try:
-                client.ping()
-            except redis.ConnectionError:
-                assert process.poll() is None, "the store died"
-                time.sleep(0.02)
-            else:
-                return
-    raise AssertionError("the store does not answer")
+E = TypeVar("E", bound=Embedder)
 
 
 @dataclass(slots=True)
-class Parts:
+class RetrievalParts(Generic[E]):
     """Retrieval as one gateway has it."""
 
     redis: Redis
@@ -65,7 +41,7 @@ class Parts:
     library: Library
     ingestor: Ingestor
     indexes: SearchIndexes
-    embedder: HashingEmbedder
+    embedder: E
     tenant: str
 
     async def add(
@@ -114,11 +90,14 @@ class Parts:
         return await self.library.member(self.tenant, collection_id, file_id)
 
     async def keys(self, pattern: str) -> list[str]:
-        return sorted(key.decode() for key in await self.redis.keys(f"rg:{self.tenant}:{pattern}"))
+        return sorted(await self.commands.texts("KEYS", f"rg:{self.tenant}:{pattern}"))
+
+
+Parts = RetrievalParts[HashingEmbedder]
 
 
 @asynccontextmanager
-async def retrieval_parts(store_url: str, tenant: str, embedder: HashingEmbedder) -> AsyncIterator[Parts]:
+async def retrieval_parts(store_url: str, tenant: str, embedder: E) -> AsyncIterator[RetrievalParts[E]]:
     async with Redis.from_url(store_url) as redis_client:
         commands = RedisCommands(redis_client)
         library = Library(commands)
@@ -134,7 +113,7 @@ async def retrieval_parts(store_url: str, tenant: str, embedder: HashingEmbedder
         ingestor = Ingestor(library, parser, embedder, current)
         indexes = SearchIndexes(library, commands, embedder)
         try:
-            yield Parts(redis_client, commands, library, ingestor, indexes, embedder, tenant)
+            yield RetrievalParts(redis_client, commands, library, ingestor, indexes, embedder, tenant)
         finally:
             await ingestor.close()
             await indexes.close()

@@ -21,7 +21,7 @@ DIMENSION = 64
 
 
 class HashingEmbedder:
-    def __init__(self, *, has_reranker: bool = False, fingerprint: str = "hashing-1") -> None:
+    def __init__(self, *, has_reranker: bool = False, fingerprint: str = "hashing1-and-more") -> None:
         self.embedded: list[str] = []
         self.failures = 0  # so many of the next calls fail
         self.held = asyncio.Event()
@@ -39,6 +39,10 @@ class HashingEmbedder:
     @property
     def info(self) -> EmbedderInfo | None:
         return self._info
+
+    @property
+    def connected(self) -> bool:
+        return True
 
     async def wait_ready(self) -> EmbedderInfo:
         return self._info

@@ -10,6 +10,7 @@ from retrieval.errors import NotFoundError
 from retrieval.library import Attachment, Job
 from retrieval.records import FileStatus
 from tests.retrieval.conftest import CHUNKING, Parts, retrieval_parts
+from tests.retrieval.hashing_embedder import HashingEmbedder
 from tests.retrieval.real_texts import real_text
 
 pytestmark = pytest.mark.redis
@@ -174,3 +175,31 @@ async def test_another_tenant_finds_nothing_under_these_ids(parts: Parts) -> Non
         with pytest.raises(NotFoundError):
             await attempt
     assert await parts.search(collection, "passage") == ["a.txt"]
+
+
+async def test_another_embedder_means_ingesting_again(parts: Parts, store_url: str) -> None:
+    """Vectors of two models cannot be compared: searched together, they give nonsense that looks like results."""
+    collection = await parts.collection()
+    await parts.add(collection, "a.txt", "Some passage.")
+    async with retrieval_parts(store_url, parts.tenant, HashingEmbedder(fingerprint="hashing2-and-more")) as changed:
+        assert await changed.search(collection, "passage") == [], "not compared"
+        await changed.ingestor.renew_stale()
+        await changed.ingest_all()
+        assert await changed.search(collection, "passage") == ["a.txt"]
+        assert len(await changed.keys("chunk:*")) == 1, "the old vectors are gone"
+        await changed.ingestor.renew_stale()
+        assert not await changed.ingestor.run_one()
+
+
+async def test_a_gateway_that_stops_gives_its_work_back(parts: Parts, store_url: str) -> None:
+    """Waiting for a dead claim to run out is for crashes; three restarts must not count as three failures."""
+    collection = await parts.collection()
+    file_id = await parts.attach_only(collection, "a.txt", "Some passage.")
+    for _ in range(4):
+        async with retrieval_parts(store_url, parts.tenant, parts.embedder) as stopped:
+            parts.embedder.hold(after=0)
+            await stopped.ingestor.start()
+            await parts.embedder.held.wait()
+        parts.embedder.release()
+    await parts.ingest_all()
+    assert (await parts.member(collection, file_id)).status is FileStatus.COMPLETED

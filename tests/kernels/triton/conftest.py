@@ -1,7 +1,7 @@
 """Two ways to run a kernel without a GPU: Triton's interpreter, and a compilation for a GPU that is not there.
 
-Triton decides at import whether it interprets, so one process can do one of them, and which one must not depend on which test
-ran first. Both therefore run in worker processes of their own, started when a test asks for them.
+Triton decides at import whether it interprets, so one process can do one of them, and which one must not depend on
+which test ran first. Both therefore run in worker processes of their own, started when a test asks for them.
 """
 
 from __future__ import annotations

@@ -38,10 +38,13 @@ def assert_close(case: PagedCase, output: torch.Tensor, tolerance: float = 0.0) 
     expected = case.run(reference.paged_attention)
     # Of the largest value. fp32: two orders of summation, scores of size s. fp16: the weights are rounded to fp16
     # before they meet the values (2^-11 of each), and both results are rounded.
-    tolerance = tolerance or {
-        torch.float32: 4e-6 * max(1.0, case.shape.score_size),
-        torch.float16: 2.0**-9,
-    }[case.shape.dtype]
+    tolerance = (
+        tolerance
+        or {
+            torch.float32: 4e-6 * max(1.0, case.shape.score_size),
+            torch.float16: 2.0**-9,
+        }[case.shape.dtype]
+    )
     torch.testing.assert_close(
         output.double(), expected.double(), rtol=0.0, atol=tolerance * case.largest_value, equal_nan=False
     )
@@ -102,7 +105,7 @@ def check_offsets_past_32_bits() -> None:
 
 
 def check_padded_rows(dtype: torch.dtype) -> None:
-    """Rows and sequences that fill up a captured batch: no new tokens, slots of -1, table entries of an earlier step."""
+    """Rows and sequences that fill up a captured batch: no new tokens, slots of -1, an earlier step's table entries."""
     shape = Shape(lengths=((5, 1), (9, 1)), dtype=dtype)
     case = build_case(shape)
     metadata = case.metadata
@@ -149,8 +152,8 @@ def check_quantized(dtype: torch.dtype, lengths: Sequence[tuple[int, int]]) -> N
 def check_quantized_store(dtype: torch.dtype) -> None:
     scales = torch.tensor([[[0.5, 2.0], [4.0, 0.25]]])
     kv_cache = torch.zeros(3, 1, 2, 4, 2, 16, dtype=dtype)
-    # The interpreter loses the carry from an fp8 mantissa into the exponent, so that none of these rounds up to a power of two.
-    values = torch.tensor([0.0, 1.0, -1.3, 17.1, -20.2, 1e6, -1e6, 0.26, 3.3, -0.51, 100.3, -110.7, 5.2, 6.6, 9.2, 1.06])
+    # None rounds up to a power of two: the interpreter loses the carry from an fp8 mantissa into the exponent.
+    values = torch.tensor([0.0, 1, -1.3, 17.1, -20.2, 1e6, -1e6, 0.26, 3.3, -0.51, 100.3, -110.7, 5.2, 6.6, 9.2, 1.06])
     key = (values[None, None] * torch.tensor([0.5, 2.0])[None, :, None]).expand(2, 2, 16)
     value = (values[None, None] * torch.tensor([4.0, 0.25])[None, :, None]).expand(2, 2, 16)
     TritonAttention(SMALL_DEVICE, kv_scales=scales).store_kv(

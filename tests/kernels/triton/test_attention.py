@@ -1,4 +1,4 @@
-"""The Triton attention kernels against the reference, in Triton's interpreter (right in fp32 and fp16, wrong in bf16)."""
+"""The Triton attention kernels against the reference, in Triton's interpreter (right in fp32 and fp16, not in bf16)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.kernels.paged_case import SHAPES, Shape, shapes
 from tests.kernels.triton import interpreted
 from tests.kernels.triton.conftest import Worker
+from tests.kernels.triton.split_plan import split_plan
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -59,8 +61,10 @@ def test_keys_are_split_and_merged(cached: int, new: int, interpreter: Worker) -
     interpreter(interpreted.check_attention, shape, interpreted.LARGE_DEVICE)
 
 
-def test_a_window_over_splits(interpreter: Worker) -> None:
-    shape = Shape(lengths=((1000, 8), (700, 1)), num_kv_heads=1, block_size=16, sliding_window=530, soft_cap=4.0)
+@pytest.mark.parametrize("window", [256, 530])
+def test_a_window_over_splits(window: int, interpreter: Worker) -> None:
+    """The first tile begins before the window does: a cut that counts from the window's edge loses the last keys."""
+    shape = Shape(lengths=((1000, 8), (700, 1)), num_kv_heads=1, block_size=16, sliding_window=window, soft_cap=4.0)
     interpreter(interpreted.check_attention, shape, interpreted.LARGE_DEVICE)
 
 
@@ -118,3 +122,26 @@ def test_padded_rows_read_and_write_nothing(dtype: torch.dtype, interpreter: Wor
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_8_bit_keys_and_values(dtype: torch.dtype, interpreter: Worker) -> None:
     interpreter(interpreted.check_quantized, dtype, ((20, 1), (9, 14), (300, 1)))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100_000)), min_size=1, max_size=32),
+    target=st.integers(1, 300),
+)
+def test_every_program_gets_about_as_many_keys(
+    lengths: list[tuple[int, int]], target: int, interpreter: Worker
+) -> None:
+    """Whatever the mix of lengths, no item is longer than an even share (or 256 keys), and all fit the grid.
+
+    With one number of splits for all sequences, a long one among many short is left to a few programs.
+    """
+    query_lens = [query for query, _ in lengths]
+    seq_lens = [query + cached for query, cached in lengths]
+    chunk, starts, splits = interpreter(split_plan, seq_lens, query_lens, target)
+    decoding = [length if 0 < query <= 8 else 0 for query, length in zip(query_lens, seq_lens, strict=True)]
+    share = -(-sum(decoding) // target)
+    assert chunk - 64 < max(256, share) <= chunk
+    assert splits == [-(-length // chunk) for length in decoding]
+    assert starts == [sum(splits[:index]) for index in range(len(splits))]
+    assert sum(splits) <= target + len(lengths)

@@ -22,7 +22,7 @@ def _groups(tables: list[list[int]], min_saving: int = 1) -> list[PrefixGroup]:
 
 
 def test_the_cut_that_saves_more_is_taken() -> None:
-    """Three on two blocks save four blocks; two of them on seven save five more than nothing, seven: theirs is better."""
+    """Three on two blocks save four blocks; two of them on seven blocks save seven, which is better."""
     assert _groups([[1, 2, 3, 9], [1, 2, 3, 8], [1, 2, 7]]) == [PrefixGroup((0, 1, 2), 256)]
     long = list(range(1, 8))
     assert _groups([[*long, 90], [*long, 91], [1, 2, 70]]) == [PrefixGroup((0, 1), 7 * 128)]

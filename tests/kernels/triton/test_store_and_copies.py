@@ -24,7 +24,7 @@ def test_store_writes_its_slots_of_its_layer_only(name: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
 def test_8_bit_store_rounds_and_saturates(dtype: torch.dtype, interpreter: Worker) -> None:
-    """fp8 e4m3 has no infinity: a key past its range that is not limited is stored as NaN, and spoils its whole block."""
+    """fp8 e4m3 has no infinity: a key past its range that is not limited is stored as NaN, and spoils its sequence."""
     interpreter(interpreted.check_quantized_store, dtype)
 
 

@@ -16,5 +16,5 @@ def start_compiler() -> None:
 
 
 def _one_thread() -> None:
-    """numpy's and torch's thread pools, each as wide as the machine, stall each other for many times the work's own time."""
+    """numpy's and torch's thread pools, each as wide as the machine, stall each other for many times the work."""
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

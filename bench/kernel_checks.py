@@ -1,0 +1,157 @@
+"""Each kernel on this GPU against the reference, before its speed is looked at. Needs torch and Triton only.
+
+The tests of the kernels (`tests/kernels/triton`) say more; these run wherever the bench does. Slots that no sequence
+owns are NaN, so that a kernel that reads one shows it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+
+from kernels import reference
+from kernels.block_copier import BlockCopier, BlockMove
+from kernels.heuristics import DeviceModel
+from kernels.metadata import AttentionMetadata
+from kernels.rerotation import RotationTable, rerotate
+from kernels.triton_attention import TritonAttention
+
+# Of the size of the values (about 4 at most): sums in another order, weights and results rounded to the type.
+_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-4}
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[tuple[int, int], ...]  # (cached, new) of each sequence
+    head_dim: int = 128
+    group: int = 4
+    num_kv_heads: int = 8
+    block_size: int = 16
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    shared: int = 0  # keys that all sequences have in the same blocks
+    dtype: torch.dtype = torch.bfloat16
+
+
+CASES = {
+    "decode": Case(((5000, 1), (40, 1), (900, 1), (0, 1))),
+    "decode, a dozen": Case(((2000, 1),) * 12, head_dim=64),
+    "decode, several tokens": Case(((5000, 8), (250, 8), (257, 2)), group=8),
+    "prefill": Case(((700, 300), (0, 513))),
+    "all at once": Case(((700, 300), (900, 1), (5, 0), (90, 7)), head_dim=96, group=3, block_size=32),
+    "window, cap, sinks": Case(((3000, 1), (500, 200)), head_dim=256, sliding_window=512, soft_cap=50.0, sinks=True),
+    "blocks of 256, heads of 80": Case(((3000, 1), (500, 200)), head_dim=80, block_size=256, group=1),
+    "shared prefix": Case(((2100, 1),) * 9, shared=2048),
+    "fp16": Case(((700, 100), (900, 1)), dtype=torch.float16),
+    "fp32": Case(((700, 100), (900, 1)), dtype=torch.float32),
+}
+
+
+def run_checks(device: DeviceModel) -> int:
+    """How many passed. Raises AssertionError for the first that does not."""
+    for name, case in CASES.items():
+        _check_attention(name, case, device)
+    _check_captured_step(device)
+    _check_moves(device)
+    return len(CASES) + 2
+
+
+def _check_attention(name: str, case: Case, device: DeviceModel) -> None:
+    kv_cache, metadata = _cache(case)
+    num_heads = case.num_kv_heads * case.group
+    query = torch.randn(metadata.slot_mapping.shape[0], num_heads, case.head_dim, device="cuda").to(case.dtype)
+    key, value = (torch.randn(len(query), case.num_kv_heads, case.head_dim, device="cuda") for _ in range(2))
+    kernels = TritonAttention(device, min_shared_saving=1024)
+    kernels.store_kv(key.to(case.dtype), value.to(case.dtype), kv_cache, 1, metadata.slot_mapping)
+    sinks = torch.randn(num_heads, device="cuda").to(case.dtype) if case.sinks else None
+    results = [
+        attention(
+            query,
+            kv_cache,
+            1,
+            metadata,
+            scale=case.head_dim**-0.5,
+            sliding_window=case.sliding_window,
+            soft_cap=case.soft_cap,
+            sinks=sinks,
+        )
+        for attention in (kernels.paged_attention, reference.paged_attention)
+    ]
+    assert kernels.shares_now == bool(case.shared), name
+    _assert_close(name, results[0], results[1], _TOLERANCE[case.dtype])
+
+
+def _cache(case: Case) -> tuple[torch.Tensor, AttentionMetadata]:
+    counts = [-(-(cached + new) // case.block_size) for cached, new in case.lengths]
+    blocks = list(range(1, sum(counts) + 1))
+    random.Random(0).shuffle(blocks)
+    tables: list[list[int]] = []
+    for count in counts:
+        tables.append(blocks[:count])
+        blocks = blocks[count:]
+    common = tables[0][: case.shared // case.block_size]
+    tables = [common + table[len(common) :] for table in tables]
+    cached, new = [each[0] for each in case.lengths], [each[1] for each in case.lengths]
+    metadata = AttentionMetadata.build(tables, cached, new, case.block_size, "cuda")
+    shape = (sum(counts) + 1, 2, 2, case.block_size, case.num_kv_heads, case.head_dim)
+    kv_cache = torch.full(shape, torch.nan, dtype=case.dtype, device="cuda")
+    owned = AttentionMetadata.build(tables, [0] * len(tables), cached, case.block_size, "cuda").slot_mapping
+    rows = torch.randn(len(owned), 2, case.num_kv_heads, case.head_dim, device="cuda").to(case.dtype)
+    kv_cache[owned // case.block_size, 1, :, owned % case.block_size] = rows
+    return kv_cache, metadata
+
+
+def _check_captured_step(device: DeviceModel) -> None:
+    """A captured step that is replayed with longer sequences."""
+    case = Case(((3000, 1), (40, 1)), dtype=torch.float16)
+    kv_cache, metadata = _cache(case)
+    query = torch.randn(2, 32, 128, device="cuda").half()
+    kernels = TritonAttention(device, shares_prefixes=False)
+    kernels.store_kv(query[:, :8], query[:, 8:16], kv_cache, 1, metadata.slot_mapping)
+    captured = replace(metadata, seq_lens=torch.full_like(metadata.seq_lens, 20))
+
+    def step() -> torch.Tensor:
+        return kernels.paged_attention(
+            query, kv_cache, 1, captured, scale=0.09, sliding_window=None, soft_cap=None, sinks=None
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+    captured.seq_lens.copy_(metadata.seq_lens)
+    graph.replay()
+    expected = reference.paged_attention(
+        query, kv_cache, 1, metadata, scale=0.09, sliding_window=None, soft_cap=None, sinks=None
+    )
+    _assert_close("captured step", output, expected, _TOLERANCE[torch.float16])
+
+
+def _check_moves(device: DeviceModel) -> None:
+    """Bit for bit; a padded row writes nothing; a turned key is what plain torch makes of it."""
+    kv_cache = torch.randn(50, 4, 2, 16, 2, 64, device="cuda").bfloat16()
+    before = kv_cache.clone()
+    rows = torch.randn(2, 2, 64, device="cuda").bfloat16()
+    TritonAttention(device).store_kv(rows, rows, kv_cache, 1, torch.tensor([-1, -1], device="cuda"))
+    assert torch.equal(kv_cache, before), "a padded row was written"
+    copier, staging = BlockCopier(), torch.empty_like(kv_cache[:3])
+    copier.gather_blocks(kv_cache, [40, 2, 17], staging)
+    assert torch.equal(staging, before[[40, 2, 17]]), "gather"
+    copier.scatter_blocks(staging, kv_cache, [0, 49, 30])
+    copier.copy_blocks(kv_cache, [(1, 3), (3, 4)])
+    before[[0, 49, 30]] = staging
+    before[[3, 4]] = before[1].clone()
+    assert torch.equal(kv_cache, before), "scatter, copy"
+    table = RotationTable.build(torch.rand(4, 32, device="cuda"), [1000])
+    copier.rerotate_blocks(kv_cache, [BlockMove(5, 6, 0)], table)
+    rerotate(before, 5, 6, table, 0)
+    _assert_close("rerotate", kv_cache, before, 2.0**-5)
+
+
+def _assert_close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(
+        actual, expected, rtol=0.0, atol=tolerance, equal_nan=False, msg=lambda text: f"{name}: {text}"
+    )

@@ -1,0 +1,225 @@
+"""python -m bench.tune: write the tile table of the attention kernels, `kernels/tile_table.py`.
+
+on a GPU     every candidate is timed on long sequences and prompts, and the saving from which a shared prefix pays
+             is measured. This architecture's rows are rewritten.
+--static     no GPU needed. Each row gets the first candidate, in an order of preference, that compiles without
+             spills for plain attention and with every option, fits shared memory, and keeps loads in flight while a
+             tile is computed. Rows of architectures that were measured stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from bench.gpu_timer import median_ms
+from kernels import tile_table
+from kernels.compilation import ARCHITECTURES, Compiled, Specialisation, compile_specialisation
+from kernels.heuristics import HEAD_DIMS, DeviceModel, TileTable
+from kernels.metadata import AttentionMetadata
+from kernels.triton_attention import MAX_DECODE_QUERY, TritonAttention
+
+Key = tuple[int, str, int, int]
+Row = tuple[int, int, int, int]
+
+# (block_m, block_n, num_warps, num_stages), the preferred first: large tiles of keys, then deep pipelines.
+CANDIDATES: dict[str, list[Row]] = {
+    "decode": [(16, 64, 4, 3), (16, 32, 4, 4), (16, 32, 4, 3)],
+    "decode_wide": [(64, 64, 4, 3), (64, 32, 4, 3), (64, 32, 8, 3), (32, 32, 4, 3)],
+    "prefill": [
+        (128, 128, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3), (64, 32, 8, 3),
+        (64, 16, 8, 3),
+    ],
+    "shared_prefix": [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3), (64, 32, 8, 3), (64, 16, 8, 3)],
+}  # fmt: skip
+# fp32 products are made of several, of factors in several parts: no tile of these sizes fits the registers.
+FP32_CANDIDATES: list[Row] = [
+    (64, 32, 8, 3), (32, 32, 8, 3), (32, 16, 8, 3), (16, 32, 8, 3), (16, 16, 8, 3), (16, 16, 4, 3),
+]  # fmt: skip
+FP32_DECODE_CANDIDATES: list[Row] = [(16, 64, 4, 3), (16, 32, 4, 3), (16, 16, 8, 3), (16, 16, 4, 3)]
+KV_DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32}
+
+
+def table_keys(architecture: int) -> Iterator[Key]:
+    for kernel in CANDIDATES:
+        for head_dim in HEAD_DIMS:
+            for kv_bytes in KV_DTYPES:
+                yield architecture, kernel, head_dim, kv_bytes
+
+
+def candidates(key: Key) -> list[Row]:
+    if key[3] < 4:
+        return CANDIDATES[key[1]]
+    return FP32_DECODE_CANDIDATES if key[1] == "decode" else FP32_CANDIDATES
+
+
+def fitting_rows(key: Key) -> Iterator[tuple[Row, int]]:
+    """The candidates that compile well, the preferred first, and how many programs of each run on a multiprocessor."""
+    for row in candidates(key):
+        compiled = [_compile(key, row, option) for option in (False, True)]
+        if all(each is not None and acceptable(each, key[0]) for each in compiled):
+            yield row, min(each.programs_per_sm for each in compiled if each is not None)
+
+
+def _compile(key: Key, row: Row, every_option: bool) -> Compiled | None:
+    """None: does not fit the device at all."""
+    architecture, kernel, head_dim, kv_bytes = key
+    model = ARCHITECTURES[architecture]
+    _, block_n, _, num_stages = row
+    if 2 * (num_stages - 1) * block_n * head_dim * kv_bytes > model.shared_memory_program:
+        return None  # without compiling: not even the keys and values fit
+    kv_dtype = torch.float8_e4m3fn if kv_bytes == 1 and model.device.has_fp8 else KV_DTYPES[kv_bytes]
+    dtype = torch.float32 if kv_bytes == 4 else torch.bfloat16
+    wanted = Specialisation(architecture, kernel, head_dim, dtype, kv_dtype, every_option=every_option)
+    try:
+        return compile_specialisation(wanted, {**tile_table.TILES, key: row})
+    except OutOfResources:  # tensor memory, found by the compiler itself
+        return None
+
+
+def acceptable(compiled: Compiled, architecture: int) -> bool:
+    fits = compiled.shared_memory <= ARCHITECTURES[architecture].shared_memory_program
+    return fits and compiled.spilled == 0 and compiled.buffers >= 2
+
+
+def _static_row(key: Key) -> tuple[Key, Row | None]:
+    """For decode, the first of which two programs share a multiprocessor: one computes while the other waits."""
+    first: Row | None = None
+    for row, programs in fitting_rows(key):
+        if key[1] != "decode" or programs >= 2:
+            return key, row
+        first = first or row
+    return key, first
+
+
+def tune_statically(processes: int) -> dict[Key, Row]:
+    keys = [key for each in ARCHITECTURES if each not in tile_table.MEASURED for key in table_keys(each)]
+    rows: dict[Key, Row] = dict(tile_table.TILES)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for key, row in pool.map(_static_row, keys):
+            if row is None:
+                raise SystemExit(f"no candidate compiles well for {key}")
+            print(f"{key}: {row}", flush=True)
+            rows[key] = row
+    return rows
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a kernel is timed on: `num_seqs` sequences of `seq_len` keys, of which the last `new` are new."""
+
+    num_seqs: int
+    seq_len: int
+    new: int
+    shared: int = 0
+
+    def run(self, device: DeviceModel, key: Key, tiles: TileTable, shares: bool) -> float:
+        _, _, head_dim, kv_bytes = key
+        block_size, num_kv_heads, group = 16, 8, 4
+        per_seq = self.seq_len // block_size
+        tables = [list(range(index * per_seq, (index + 1) * per_seq)) for index in range(self.num_seqs)]
+        common = tables[0][: self.shared // block_size]
+        tables = [common + table[len(common) :] for table in tables]
+        metadata = AttentionMetadata.build(
+            tables, [self.seq_len - self.new] * self.num_seqs, [self.new] * self.num_seqs, block_size, "cuda"
+        )
+        dtype = torch.float32 if kv_bytes == 4 else torch.bfloat16
+        shape = (self.num_seqs * per_seq, 1, 2, block_size, num_kv_heads, head_dim)
+        kv_cache = torch.zeros(shape, dtype=KV_DTYPES[kv_bytes], device="cuda")
+        query = torch.randn(self.num_seqs * self.new, num_kv_heads * group, head_dim, dtype=dtype, device="cuda")
+        scales = torch.ones(1, 2, num_kv_heads, device="cuda") if kv_bytes == 1 else None
+        kernels = TritonAttention(device, kv_scales=scales, shares_prefixes=shares, min_shared_saving=1, tiles=tiles)
+        call: Callable[[], torch.Tensor] = partial(
+            kernels.paged_attention,
+            query,
+            kv_cache,
+            0,
+            metadata,
+            scale=head_dim**-0.5,
+            sliding_window=None,
+            soft_cap=None,
+            sinks=None,
+        )
+        return median_ms(call)
+
+
+WORKLOADS = {
+    "decode": Workload(16, 8192, 1),
+    "decode_wide": Workload(16, 8192, MAX_DECODE_QUERY),
+    "prefill": Workload(1, 8192, 4096),
+    "shared_prefix": Workload(32, 4608, 1, shared=4096),
+}
+
+
+def tune_by_timing(device: DeviceModel) -> dict[Key, Row]:
+    rows: dict[Key, Row] = dict(tile_table.TILES)
+    for key in table_keys(device.architecture):
+        workload = WORKLOADS[key[1]]
+        timed = {
+            row: workload.run(device, key, {**rows, key: row}, shares=key[1] == "shared_prefix")
+            for row, _ in fitting_rows(key)
+        }
+        rows[key] = min(timed, key=timed.__getitem__)
+        print(f"{key}: {rows[key]} {timed[rows[key]]:.3f} ms; {timed}", flush=True)
+    return rows
+
+
+def measured_saving(device: DeviceModel, rows: TileTable) -> int:
+    """The smallest saving, of those tried, from which sharing is faster at every larger one."""
+    key = (device.architecture, "shared_prefix", 128, 2)
+    least = 1 << 20
+    for members, shared in reversed([(2, 1024), (4, 1024), (4, 2048), (8, 2048), (8, 4096), (32, 4096)]):
+        workload = Workload(members, shared + 256, 1, shared=shared)
+        if workload.run(device, key, rows, shares=True) >= workload.run(device, key, rows, shares=False):
+            break
+        least = (members - 1) * shared
+    return least
+
+
+def write_table(rows: dict[Key, Row], measured: frozenset[int], savings: dict[int, int]) -> None:
+    path = Path(tile_table.__file__)
+    head = path.read_text(encoding="utf-8").split("MEASURED:")[0]
+    lines = [
+        f"{head}MEASURED: frozenset[int] = frozenset({sorted(measured)})",
+        f"PROGRAMS_PER_SM: dict[int, int] = {tile_table.PROGRAMS_PER_SM!r}",
+        f"MIN_SHARED_SAVING: dict[int, int] = {savings!r}",
+        "TILES: dict[tuple[int, str, int, int], tuple[int, int, int, int]] = {",
+        *(f'    ({key[0]}, "{key[1]}", {key[2]}, {key[3]}): {row!r},' for key, row in rows.items()),
+        "}\n",
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.tune")
+    parser.add_argument("--static", action="store_true", help="choose by what compiles well; needs no GPU")
+    parser.add_argument("--processes", type=int, default=2, help="compilers at a time with --static")
+    arguments = parser.parse_args()
+    savings = dict(tile_table.MIN_SHARED_SAVING)
+    if arguments.static:
+        write_table(tune_statically(arguments.processes), tile_table.MEASURED, savings)
+        return 0
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing was timed. --static chooses by what compiles well.")
+        print(json.dumps({"gpu": None}))
+        return 0
+    device = DeviceModel.of(torch.device("cuda"))
+    rows = tune_by_timing(device)
+    savings[device.architecture] = measured_saving(device, rows)
+    write_table(rows, tile_table.MEASURED | {device.architecture}, savings)
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), "min_shared_saving": savings[device.architecture]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

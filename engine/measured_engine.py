@@ -1,0 +1,161 @@
+"""The engine with a clock around it: what its metrics need, taken from outside.
+
+    add_request ──────────────────────► step()                                                  Delta with the account
+      arrived at ─┐                       schedule │ execute │ postprocess                        + queue_seconds
+                  └── queue_seconds ─────────────► │◄ first  │                                    + seconds_saved
+                                          StepClock┘  step of a request
+
+`StepClock` stands in the runner's place, so the three phases are known without a line in the engine's own code: what
+lies before the runner is scheduling, what lies after it is postprocessing. Rejected: timers inside `LLMEngine.step`,
+which would bury what it does under what it takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.batch import SchedulerOutput
+from engine.cache_view import build_cache_view
+from engine.engine import LLMEngine, Runner
+from engine.errors import RadixgateError
+from engine.metrics import EngineMetricsRegistry, StepTimes
+from engine.protocol import CacheView, Delta, EngineInfo, EngineStats, Failure, GetCacheView, Submit
+
+Clock = Callable[[], float]
+
+_MIN_PREFILL = 32  # tokens; a smaller step says more about overhead than about speed
+_DECAY = 0.98  # of what is known, a step: the last 50 prefill steps count most
+
+
+@dataclass(slots=True)
+class _Execution:
+    output: SchedulerOutput
+    start: float
+    end: float
+
+
+class StepClock:
+    """A runner that remembers when its last step began and ended."""
+
+    def __init__(self, runner: Runner, clock: Clock) -> None:
+        self._runner = runner
+        self._clock = clock
+        self.last: _Execution | None = None
+
+    def execute(self, output: SchedulerOutput) -> Sequence[int | None]:
+        start = self._clock()
+        try:
+            return self._runner.execute(output)
+        finally:
+            self.last = _Execution(output, start, self._clock())
+
+
+class PrefillSpeed:
+    """Seconds a prompt token, as measured while serving. Knows nothing before the first sizeable prefill."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def observe(self, num_prefill: int, num_decode: int, seconds: float) -> None:
+        """A step; one that mostly decodes says nothing."""
+        if num_prefill < _MIN_PREFILL or num_prefill < 8 * num_decode:
+            return
+        self._tokens = self._tokens * _DECAY + num_prefill
+        self._seconds = self._seconds * _DECAY + seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+    def seconds_for(self, num_tokens: int) -> float:
+        return num_tokens * self._seconds / self._tokens if self._tokens else 0.0
+
+
+class MeasuredEngine:
+    """What `EngineServer` serves. Everything it adds is looked at, nothing is changed."""
+
+    def __init__(self, engine: LLMEngine, clock: Clock = time.perf_counter, *, owner_labels: int = 100) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._runner = StepClock(engine.runner, clock)
+        engine.runner = self._runner
+        self._arrivals: dict[str, float] = {}
+        self._queued: dict[str, float] = {}  # seconds until the first step, of requests whose account is still to come
+        self.prefill_speed = PrefillSpeed()
+        self._metrics = EngineMetricsRegistry(engine, self.prefill_speed, owner_labels)
+
+    def add_request(self, submit: Submit) -> None:
+        self._arrivals[submit.request_id] = self._clock()
+        try:
+            self._engine.add_request(submit)
+        except RadixgateError:
+            self._arrivals.pop(submit.request_id, None)
+            raise
+
+    def abort_request(self, request_id: str) -> bool:
+        self._forget(request_id)
+        return self._engine.abort_request(request_id)
+
+    def has_work(self) -> bool:
+        return self._engine.has_work()
+
+    def step(self) -> list[Delta | Failure]:
+        self._runner.last = None
+        start = self._clock()
+        outputs = self._engine.step()
+        end = self._clock()
+        if (execution := self._runner.last) is not None:
+            self._observe(execution, start, end)
+        return [self._annotated(output) for output in outputs]
+
+    def _observe(self, execution: _Execution, start: float, end: float) -> None:
+        num_prefill = num_decode = 0
+        for sequence in execution.output.sequences:
+            if sequence.num_computed >= sequence.num_prompt_tokens:
+                num_decode += sequence.num_new
+            else:
+                num_prefill += sequence.num_new
+            if (arrival := self._arrivals.pop(sequence.request_id, None)) is not None:
+                seconds = self._queued[sequence.request_id] = execution.start - arrival
+                self._metrics.observe_queue(seconds)
+        self.prefill_speed.observe(num_prefill, num_decode, execution.end - execution.start)
+        times = StepTimes(execution.start - start, execution.end - execution.start, end - execution.end)
+        self._metrics.observe_step(times, len(execution.output.sequences), num_prefill, num_decode)
+
+    def _annotated(self, output: Delta | Failure) -> Delta | Failure:
+        if isinstance(output, Failure):
+            self._forget(output.request_id)
+            return output
+        if output.account is None:
+            return output
+        return msgspec.structs.replace(
+            output,
+            queue_seconds=self._queued.pop(output.request_id, None),
+            seconds_saved=self.prefill_speed.seconds_for(output.account.num_cached_tokens),
+        )
+
+    def _forget(self, request_id: str) -> None:
+        self._arrivals.pop(request_id, None)
+        self._queued.pop(request_id, None)
+
+    # ------------------------------------------------------------ look
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def info(self) -> EngineInfo:
+        return self._engine.info()
+
+    def metrics_text(self) -> bytes:
+        return self._metrics.text()
+
+    def cache_view(self, query: GetCacheView) -> CacheView:
+        return build_cache_view(self._engine, query)
+
+    def check_integrity(self) -> bool:
+        return self._engine.check_integrity()

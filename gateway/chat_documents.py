@@ -1,0 +1,312 @@
+"""The documents of one chat completion: found, placed, ordered, and told of in the answer.
+
+    last user turn ─(rewritten?)─► search ─► without those of earlier turns ─► arrange ─┐
+    earlier turns (Conversations) ───────────────────────────────────────────────────────┴─► PromptDocuments ─► prompt
+    the engine's order of the latest run ─► settle: remembered for the next turn ─► citations, report
+
+Documents that a client sends itself take the same way from `arrange` on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.errors import InvalidRequestError, RadixgateError, UnsupportedParameterError
+from engine.protocol import Segment
+from gateway.chat_request import ChatRequest
+from gateway.engine_port import Engine
+from gateway.openai_types import (
+    CitationObject,
+    CitationSource,
+    CitedDocument,
+    RetrievalReport,
+    RetrievedDocument,
+)
+from gateway.prefill_ahead import prefill
+from gateway.prompt import Message, PromptDocuments
+from gateway.query_rewrite import rewrite_query
+from gateway.retrieval_request import ChatRetrieval
+from gateway.retrieval_service import RetrievalService
+from gateway.served_model import ServedModel
+from gateway.tenants import Tenant
+from retrieval.citations import find_citations
+from retrieval.collection_index import Found
+from retrieval.conversations import Placement
+from retrieval.document_order import DocumentOrder, arrange
+from retrieval.documents import Document
+from retrieval.search_indexes import Name
+from retrieval.searcher import Query
+
+_NOTE_WORDS = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatDocuments:
+    """`latest` is the run whose order is (or was) open; `earlier` stands where it stood in earlier turns."""
+
+    prompt: PromptDocuments = field(default_factory=PromptDocuments)
+    latest: tuple[Document, ...] = ()
+    engine_order: Literal["given", "cache"] = "given"
+    pin_top: int = 0
+    order: DocumentOrder = "given"
+    retrieved: RetrievedDocuments | None = None
+
+    def settle(self, order: tuple[int, ...] | None) -> None:
+        """The engine has admitted the request, and put the latest run into this order."""
+        if order is not None:
+            self.latest = tuple(self.latest[i] for i in order)
+
+    async def remember(self) -> None:
+        if self.retrieved is not None:
+            await self.retrieved.remember(self.latest)
+
+    @property
+    def all(self) -> list[Document]:
+        earlier = [*self.prompt.head, *(each for run in self.prompt.turns.values() for each in run)]
+        latest = {each.id for each in self.latest}
+        return [*(each for each in earlier if each.id not in latest), *self.latest]
+
+    def citations(self, answer: str) -> tuple[CitationObject, ...]:
+        return tuple(
+            CitationObject(
+                start=found.start,
+                end=found.end,
+                text=found.text,
+                sources=tuple(
+                    CitationSource(
+                        id=source.id, document=CitedDocument(id=source.id, title=source.title, snippet=source.text)
+                    )
+                    for source in found.sources
+                ),
+            )
+            for found in find_citations(answer, self.all)
+        )
+
+    def report(self) -> RetrievalReport | None:
+        return None if self.retrieved is None else self.retrieved.report(self.order, self.latest)
+
+
+@dataclass(slots=True, kw_only=True)
+class RetrievedDocuments:
+    """What a search has brought, best first, and the conversation that it belongs to."""
+
+    service: RetrievalService
+    tenant: Tenant
+    scope: bytes
+    messages: tuple[Message, ...]
+    query: str
+    found: tuple[Found, ...]
+    earlier: Placement | None
+
+    async def remember(self, latest: Sequence[Document]) -> None:
+        ids = tuple(each.id for each in latest)
+        if self.earlier is None:
+            placement = Placement(head=ids)
+        elif ids:
+            placement = Placement(head=self.earlier.head, turns={**self.earlier.turns, _question(self.messages): ids})
+        else:
+            placement = self.earlier
+        await self.service.conversations.remember(self.tenant.id, self.scope, _pairs(self.messages), placement)
+        self.service.popularity.count(self.tenant.id, [each.passage.document_id for each in self.found])
+
+    def report(self, order: DocumentOrder, latest: Sequence[Document]) -> RetrievalReport:
+        positions = {each.id: i for i, each in enumerate(latest)}
+        return RetrievalReport(
+            query=self.query,
+            document_order=order,
+            documents=tuple(
+                RetrievedDocument(
+                    id=each.passage.document_id,
+                    file_id=each.passage.file_id,
+                    filename=each.passage.filename,
+                    score=each.score,
+                    rank=rank,
+                    # Without a position: it stands in an earlier turn already.
+                    position=positions.get(each.passage.document_id),
+                )
+                for rank, each in enumerate(self.found)
+            ),
+        )
+
+
+class ChatRetriever:
+    """Finds the documents of chat completions."""
+
+    def __init__(self, engine: Engine, service: RetrievalService | None) -> None:
+        self._engine = engine
+        self._service = service
+
+    async def documents(self, request: ChatRequest, tenant: Tenant, scope: bytes, model: ServedModel) -> ChatDocuments:
+        """Raises `RadixgateError` or `RetrievalError`."""
+        if request.retrieval is None:
+            return _clients_own(request)
+        if self._service is None:
+            raise UnsupportedParameterError("`retrieval`: this server has none.", param="retrieval")
+        return await self._retrieve(self._service, request.retrieval, request, tenant, scope, model)
+
+    async def _retrieve(
+        self,
+        service: RetrievalService,
+        wanted: ChatRetrieval,
+        request: ChatRequest,
+        tenant: Tenant,
+        scope: bytes,
+        model: ServedModel,
+    ) -> ChatDocuments:
+        names = [await service.searcher.resolve(tenant.id, each) for each in wanted.vector_store_ids]
+        messages = request.messages
+        query = messages[_question(messages)].text
+        if not query.strip():
+            raise InvalidRequestError("The last user message, which is searched for, is empty.", param="messages")
+        if wanted.rewrite_query:
+            query = await rewrite_query(self._engine, model, tenant, scope, messages, query)
+        system = [message for message in messages if message.role == "system"]
+        service.prefill.saw_prompt(tenant.id, system, scope)
+        found = await self._search(service, names, wanted, query, request, tenant, scope, model)
+        await service.popularity.load(tenant.id)
+        earlier = await service.conversations.recall(tenant.id, scope, _pairs(messages))
+        retrieved = RetrievedDocuments(
+            service=service,
+            tenant=tenant,
+            scope=scope,
+            messages=messages,
+            query=query,
+            found=tuple(found),
+            earlier=earlier,
+        )
+        return self._place(retrieved, names, wanted, model)
+
+    async def _search(
+        self,
+        service: RetrievalService,
+        names: Sequence[Name],
+        wanted: ChatRetrieval,
+        query: str,
+        request: ChatRequest,
+        tenant: Tenant,
+        scope: bytes,
+        model: ServedModel,
+    ) -> list[Found]:
+        speculation: list[asyncio.Task[None]] = []
+
+        def prefill_best(best: Found) -> None:
+            system = [message for message in request.messages if message.role == "system"]
+            segments = model.prompts.build_head(system, _as_document(best, model), scope)
+            speculation.append(asyncio.create_task(_speculate(self._engine, tenant.id, segments)))
+
+        try:
+            return await service.searcher.search(
+                names,
+                Query(
+                    texts=(query,),
+                    max_results=wanted.max_num_results,
+                    keep=wanted.predicate("retrieval"),
+                    weights=wanted.ranking_options.weights,
+                    rerank=wanted.ranking_options.ranker == "rerank",
+                    score_threshold=wanted.ranking_options.score_threshold,
+                ),
+                on_candidate=prefill_best,
+            )
+        finally:
+            for task in speculation:
+                task.cancel()
+
+    def _place(
+        self, retrieved: RetrievedDocuments, names: Sequence[Name], wanted: ChatRetrieval, model: ServedModel
+    ) -> ChatDocuments:
+        service, earlier = retrieved.service, retrieved.earlier
+        standing = set(earlier.document_ids) if earlier is not None else set[str]()
+        new = [each for each in retrieved.found if each.passage.document_id not in standing]
+        ordered = arrange(
+            new,
+            wanted.document_order,
+            wanted.pin_top,
+            lambda each: service.popularity.rank(retrieved.tenant.id, each.passage.document_id),
+            lambda each: each.passage.document_id,
+        )
+        latest = tuple(_as_document(each, model) for each in ordered)
+        note = _rank_note(retrieved.found) if wanted.rank_note else ""
+        if earlier is None:
+            prompt = PromptDocuments(head=latest, note=note)
+        else:
+            turns = {i: self._standing(service, names, ids, model) for i, ids in earlier.turns.items()}
+            if latest:
+                turns[_question(retrieved.messages)] = latest
+            prompt = PromptDocuments(self._standing(service, names, earlier.head, model), turns, note)
+        return ChatDocuments(
+            prompt=prompt,
+            latest=latest,
+            engine_order="cache" if wanted.document_order == "cache" and latest else "given",
+            pin_top=wanted.pin_top,
+            order=wanted.document_order,
+            retrieved=retrieved,
+        )
+
+    def _standing(
+        self, service: RetrievalService, names: Sequence[Name], ids: Sequence[str], model: ServedModel
+    ) -> tuple[Document, ...]:
+        """Documents of an earlier turn; those that were deleted since are gone from the prompt too."""
+        found = [service.indexes.passage(names, each) for each in ids]
+        return tuple(_as_document(Found(each, 0.0, {}), model) for each in found if each is not None)
+
+
+def without_earlier_turns(documents: ChatDocuments) -> ChatDocuments | None:
+    """For a conversation that has outgrown the context: this turn's documents alone, or None if these are all."""
+    retrieved = documents.retrieved
+    if retrieved is None or retrieved.earlier is None:
+        return None
+    retrieved.earlier = None
+    prompt = PromptDocuments(head=documents.latest, note=documents.prompt.note)
+    return ChatDocuments(
+        prompt=prompt,
+        latest=documents.latest,
+        engine_order=documents.engine_order,
+        pin_top=documents.pin_top,
+        order=documents.order,
+        retrieved=retrieved,
+    )
+
+
+def _clients_own(request: ChatRequest) -> ChatDocuments:
+    order = request.body.document_order
+    latest = tuple(arrange(request.documents, order, request.body.pin_top, lambda _: 0, lambda each: each.id))
+    return ChatDocuments(
+        prompt=PromptDocuments(head=latest),
+        latest=latest,
+        engine_order="cache" if order == "cache" and latest else "given",
+        pin_top=request.body.pin_top,
+        order=order,
+    )
+
+
+def _as_document(found: Found, model: ServedModel) -> Document:
+    passage = found.passage
+    tokens = passage.tokens if passage.tokenizer == model.tokenizer_name else b""
+    return Document(passage.document_id, passage.title, passage.text, tokens)
+
+
+def _rank_note(found: Sequence[Found]) -> str:
+    beginnings = (" ".join(each.passage.text.split()[:_NOTE_WORDS]) for each in found)
+    listed = "\n".join(f"{rank}. {beginning} …" for rank, beginning in enumerate(beginnings, 1))
+    return f"The documents by relevance, most relevant first:\n{listed}" if listed else ""
+
+
+def _question(messages: Sequence[Message]) -> int:
+    found = [i for i, message in enumerate(messages) if message.role == "user"]
+    if not found:
+        raise InvalidRequestError("`retrieval` needs a user message to search for.", param="messages")
+    return found[-1]
+
+
+def _pairs(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    return [(message.role, message.text) for message in messages]
+
+
+async def _speculate(engine: Engine, tenant: str, segments: tuple[Segment, ...]) -> None:
+    """Prefills while the reranker still thinks; at the lowest priority, and stopped when it has decided."""
+    with suppress(RadixgateError):
+        await prefill(engine, tenant, segments)

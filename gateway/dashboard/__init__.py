@@ -1,0 +1,1 @@
+"""The built-in dashboard: an operator sees everyone, a tenant itself."""

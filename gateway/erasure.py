@@ -1,0 +1,77 @@
+"""Documents that were deleted, erased from the engine's cache in every tier; told to the engine until it has done so.
+
+    delete ──► noted in Redis ──► Erase ──► Erased: count, note removed
+                                   └ engine away: the note stays, and a task tries again
+
+Which tenant's KV is meant is said by its id, not by scopes: what a client narrowed has scopes that only it can name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+
+from engine.errors import RadixgateError
+from engine.protocol import Erase
+from gateway.engine_port import Engine
+from retrieval.errors import StoreUnavailableError
+from retrieval.redis_commands import RedisCommands
+
+logger = logging.getLogger(__name__)
+
+KEY = "rg:retrieval:erasures"
+_RETRY_SECONDS = 5.0
+
+
+class Erasure:
+    def __init__(self, engine: Engine, redis: RedisCommands) -> None:
+        self._engine = engine
+        self._redis = redis
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._catch_up_now_and_then())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def erase(self, owner: str | None, document_ids: Sequence[str]) -> int | None:
+        """The number of blocks; None: the engine is away, and will be told later. `owner` None: whoever's they are."""
+        if not document_ids:
+            return 0
+        request = Erase(erase_id=uuid.uuid4().hex, owner=owner, document_ids=tuple(document_ids))
+        note = msgspec.json.encode(request)
+        await self._redis.run("SADD", KEY, note)
+        return await self._ask(request, note)
+
+    async def _ask(self, request: Erase, note: bytes) -> int | None:
+        try:
+            erased = await self._engine.erase(request)
+        except RadixgateError as error:
+            logger.warning("the KV of %d deleted documents is still to be erased: %s", _count(request), error)
+            return None
+        await self._redis.run("SREM", KEY, note)
+        return erased.num_blocks
+
+    async def catch_up(self) -> None:
+        """Tries again what is noted."""
+        for note in await self._redis.texts("SMEMBERS", KEY):
+            await self._ask(msgspec.json.decode(note, type=Erase), note.encode())
+
+    async def _catch_up_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(_RETRY_SECONDS)
+            with suppress(StoreUnavailableError):
+                await self.catch_up()
+
+
+def _count(request: Erase) -> int:
+    return len(request.document_ids or ())

@@ -1,0 +1,40 @@
+"""What every route does with a request and an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+from litestar.datastructures import State
+from litestar.exceptions import InternalServerException
+
+from engine.errors import InvalidRequestError
+from gateway.json_body import Body, read_body
+from gateway.request_context import request_context
+from gateway.tenants import Tenant
+
+HttpRequest = Request[Any, Any, State]
+
+
+def tenant_of(request: HttpRequest) -> Tenant:
+    tenant = request_context(request.scope).tenant
+    assert tenant is not None, "the route is behind tenant_guard"
+    return tenant
+
+
+async def raw_body(request: HttpRequest) -> bytes:
+    try:
+        return await request.body()
+    except InternalServerException as error:
+        # The framework's word for a client that left while it was sending: no fault of ours, and no one to tell.
+        raise InvalidRequestError("The client left before its request was complete.") from error
+
+
+async def body_of(request: HttpRequest, kind: type[Body]) -> Body:
+    """Raises `RequestError`."""
+    return read_body(await raw_body(request), request.headers.get("content-type", ""), kind)
+
+
+def json_response(body: msgspec.Struct, headers: dict[str, str] | None = None) -> Response[bytes]:
+    return Response(msgspec.json.encode(body), media_type="application/json", headers=headers)

@@ -1,0 +1,99 @@
+"""The commands with which a server is run: config, reload, password, top, backup, restore, support-bundle."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+from engine.errors import ConfigError
+from engine.settings import Settings, masked
+from gateway.backup import run_backup, run_restore
+from gateway.dashboard.login import hash_password
+from gateway.supervisor import running_supervisor
+from gateway.support_bundle import run_support_bundle
+from gateway.top import run_top
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+ReadSettings = Callable[[argparse.Namespace], Settings]
+AddFlags = Callable[[argparse.ArgumentParser], None]
+
+
+class OperationsCommands:
+    """Adds its commands to a command line, whose settings it reads with `read`."""
+
+    def __init__(self, read: ReadSettings, add_flags: AddFlags) -> None:
+        self._read = read
+        self._add_flags = add_flags
+
+    def add_to(self, commands: Subparsers) -> None:
+        config = commands.add_parser("config", help="look at the settings").add_subparsers(required=True)
+        self._command(config, "check", "say whether the settings can be used", self._check)
+        show = self._command(config, "show", "print the settings, secrets masked", self._show)
+        show.add_argument("--effective", action="store_true", help="with defaults, not only what was set")
+        self._command(commands, "reload", "let a running server read its settings again", self._reload)
+        password = commands.add_parser("password", help="make the hash of an operator's password for the dashboard")
+        password.set_defaults(command=self._password)
+        top = self._command(commands, "top", "watch a running server", self._top)
+        top.add_argument("--once", action="store_true", help="one look, and the end")
+        for name, meaning, run in (
+            ("backup", "save store, secret and keys to a file", run_backup),
+            ("restore", "bring a backup back; the server must be stopped", run_restore),
+            ("support-bundle", "collect versions, masked settings and metrics into a file", run_support_bundle),
+        ):
+            command = self._command(commands, name, meaning, self._with_file(run))
+            command.add_argument("file", type=Path)
+
+    def _command(
+        self,
+        commands: Subparsers,
+        name: str,
+        meaning: str,
+        run: Callable[[argparse.Namespace], int],
+    ) -> argparse.ArgumentParser:
+        parser = commands.add_parser(name, help=meaning)
+        self._add_flags(parser)
+        parser.set_defaults(command=run)
+        return parser
+
+    def _with_file(self, run: Callable[[Settings, Path], int]) -> Callable[[argparse.Namespace], int]:
+        return lambda arguments: run(self._read(arguments), arguments.file)
+
+    # ------------------------------------------------------------ what they do
+
+    def _check(self, arguments: argparse.Namespace) -> int:
+        settings = self._read(arguments)
+        address = f"{settings.server.host}:{settings.server.port}"
+        print(f"the settings can be used: {len(settings.tenants)} tenants, listening on {address}")
+        return 0
+
+    def _show(self, arguments: argparse.Namespace) -> int:
+        shown, defaults = masked(self._read(arguments)), masked(Settings())
+        for key, value in shown.items():
+            if arguments.effective or value != defaults[key]:
+                print(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+        return 0
+
+    def _reload(self, arguments: argparse.Namespace) -> int:
+        pid = running_supervisor(self._read(arguments).store.data_dir)
+        if pid is None:
+            raise ConfigError("no `radixgate serve` runs on this data directory", param="store.data_dir")
+        os.kill(pid, signal.SIGHUP)
+        print(f"asked {pid} to reload; its log says how it went")
+        return 0
+
+    def _password(self, _: argparse.Namespace) -> int:
+        password = getpass.getpass("password: ") if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n")
+        if len(password) < 12:
+            raise ConfigError("at least 12 characters: it opens every tenant's figures")
+        print(f'operator_password_hash = "{hash_password(password)}"     (into [security])')
+        return 0
+
+    def _top(self, arguments: argparse.Namespace) -> int:
+        return run_top(self._read(arguments), once=arguments.once)

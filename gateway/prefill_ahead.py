@@ -1,0 +1,192 @@
+"""Documents prefilled before anybody asks: `[system prompt][document]`, when the engine has nothing better to do.
+
+    ingested, pinned, warmed ──► queue of a tenant, most popular first ──► Submit, priority 100, one token
+                                              behind the tenant's most used system prompts
+
+A request of priority 100 runs when no other waits, and its one token is thrown away; what stays is the KV of its
+prompt. The engine's cache order then begins with such a document, and a first question finds it warm.
+Each tenant has a budget of tokens per minute, so that an upload of a whole library neither keeps the device busy for
+an hour nor pushes everybody else's KV out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+
+from engine.errors import RadixgateError
+from engine.protocol import SamplingParams, Segment, Submit
+from gateway.engine_port import Engine
+from gateway.prompt import Message
+from gateway.served_model import ServedModels, num_tokens
+from retrieval.documents import Document
+from retrieval.errors import RetrievalError
+from retrieval.library import Library
+from retrieval.pins import Pins
+from retrieval.popularity import Popularity
+from retrieval.records import document_id_of
+
+logger = logging.getLogger(__name__)
+
+PRIORITY = 100
+_MAX_QUEUE = 2_000  # documents of a tenant
+_MAX_PROMPTS = 8  # system prompts that are remembered of a tenant
+_PROMPTS_AHEAD = 2  # of them, the most used are prefilled
+_REWARM_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class SystemPrompt:
+    messages: tuple[Message, ...]
+    scope: bytes
+    uses: int = 0
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """What is to be done for one tenant, and what it may cost."""
+
+    tokens_left: float
+    refilled_at: float
+    queue: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])  # chunk ids
+    prompts: OrderedDict[tuple[bytes, tuple[Message, ...]], SystemPrompt] = field(
+        default_factory=OrderedDict[tuple[bytes, tuple[Message, ...]], SystemPrompt]
+    )
+
+
+class PrefillAhead:
+    def __init__(
+        self,
+        engine: Engine,
+        models: ServedModels,
+        library: Library,
+        popularity: Popularity,
+        pins: Pins,
+        tokens_per_minute: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._models = models
+        self._library = library
+        self._popularity = popularity
+        self._pins = pins
+        self._rate = tokens_per_minute / 60
+        self._capacity = float(tokens_per_minute)
+        self._clock = clock
+        self._tenants: dict[str, _Ahead] = {}
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        if self._capacity:
+            self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._rewarm_now_and_then())]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def saw_prompt(self, tenant: str, system: Sequence[Message], scope: bytes) -> None:
+        """A request with documents was sent behind this system prompt."""
+        prompts = self._of(tenant).prompts
+        key = (scope, tuple(system))
+        prompt = prompts.get(key) or SystemPrompt(tuple(system), scope)
+        prompt.uses += 1
+        prompts[key] = prompt
+        prompts.move_to_end(key)
+        if len(prompts) > _MAX_PROMPTS:
+            prompts.popitem(last=False)
+        self._wake.set()
+
+    def offer(self, tenant: str, chunk_ids: Sequence[str]) -> int:
+        """Queues passages. How many are queued now."""
+        if not self._capacity:
+            return 0
+        queue = self._of(tenant).queue
+        queue.update(dict.fromkeys(chunk_ids))
+        while len(queue) > _MAX_QUEUE:
+            queue.popitem()
+        self._wake.set()
+        return len(queue)
+
+    async def run_all(self) -> None:
+        """Until nothing is left to do, or to spend."""
+        while await self.run_one():
+            pass
+
+    async def run_one(self) -> bool:
+        """Prefills one document behind the tenant's system prompts. False: nothing to do, or nothing left to spend."""
+        for tenant, ahead in self._tenants.items():
+            self._refill(ahead)
+            if ahead.queue and ahead.prompts and ahead.tokens_left > 0:
+                await self._prefill_next(tenant, ahead)
+                return True
+        return False
+
+    async def _prefill_next(self, tenant: str, ahead: _Ahead) -> None:
+        chunk_id = max(ahead.queue, key=lambda each: self._popularity.rank(tenant, document_id_of(each)))
+        del ahead.queue[chunk_id]
+        chunks = await self._library.chunks(tenant, [chunk_id])
+        prompts = sorted(ahead.prompts.values(), key=lambda each: -each.uses)[:_PROMPTS_AHEAD]
+        for chunk in chunks:  # none, if it was deleted meanwhile
+            document = Document(chunk.document_id, chunk.title, chunk.text)
+            for prompt in prompts:
+                ahead.tokens_left -= await self._prefill(tenant, prompt, document)
+
+    async def _prefill(self, tenant: str, prompt: SystemPrompt, document: Document) -> int:
+        """The tokens that had to be computed."""
+        model = await self._models.current()
+        segments = await asyncio.to_thread(model.prompts.build_head, prompt.messages, document, prompt.scope)
+        return await prefill(self._engine, tenant, segments)
+
+    def _of(self, tenant: str) -> _Ahead:
+        ahead = self._tenants.get(tenant)
+        if ahead is None:
+            ahead = self._tenants[tenant] = _Ahead(tokens_left=self._capacity, refilled_at=self._clock())
+        return ahead
+
+    def _refill(self, ahead: _Ahead) -> None:
+        now = self._clock()
+        ahead.tokens_left = min(self._capacity, ahead.tokens_left + (now - ahead.refilled_at) * self._rate)
+        ahead.refilled_at = now
+
+    async def _work(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                await self.run_all()
+            except (RadixgateError, RetrievalError) as error:
+                logger.info("prefilling ahead waits: %s", error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._wake.wait()
+
+    async def _rewarm_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(_REWARM_SECONDS)
+            with suppress(RetrievalError):
+                for tenant in self._tenants:
+                    self.offer(tenant, sorted(await self._pins.of(tenant)))
+
+
+async def prefill(engine: Engine, tenant: str, segments: tuple[Segment, ...]) -> int:
+    """Leaves the prompt's KV in the cache. The tokens that had to be computed for it. Raises `RadixgateError`."""
+    submit = Submit(
+        request_id=f"ahead-{uuid.uuid4().hex}",
+        tenant_id=tenant,
+        segments=segments,
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        priority=PRIORITY,
+    )
+    computed = num_tokens(segments)
+    async with aclosing(engine.generate(submit)) as deltas:
+        async for delta in deltas:
+            if delta.account is not None:
+                computed -= delta.account.num_cached_tokens
+    return computed

@@ -1,0 +1,276 @@
+"""The dashboard over HTTP: who may log in, who may see what, and that the figures are the API's."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from engine.protocol import CacheView, EvictionView, OwnerView, PrefixNode, RequestView
+from gateway.dashboard.drawings import TREE_HEIGHT, draw_tree
+from gateway.dashboard.login import ATTEMPTS, LoginThrottle
+from gateway.dashboard.session import FORM_COOKIE, SESSION_COOKIE, Session, SessionSigner
+from gateway.history import HistoryWriter
+from gateway.metrics import GatewayMetrics
+from gateway.store import EmbeddedStore
+from gateway.store_client import StoreClient
+from tests.gateway.conftest import RunningGateway
+from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.operated import PASSWORD, ask, run_operated, run_store
+from tests.gateway.test_metrics import record
+
+pytestmark = pytest.mark.redis
+PAGES = ("/dashboard", "/dashboard/cache", "/dashboard/live")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedStore]:
+    with run_store(tmp_path_factory.mktemp("dashboard")) as running:
+        yield running
+
+
+@pytest.fixture
+def operated(store: EmbeddedStore, tmp_path: Path) -> Iterator[RunningGateway]:
+    with run_operated(tmp_path, store.url) as running:
+        yield running
+
+
+@contextmanager
+def browser(gateway: RunningGateway, credential: str | None = None) -> Generator[httpx.Client]:
+    with httpx.Client(base_url=gateway.url, timeout=20, follow_redirects=True) as client:
+        if credential is not None:
+            answer = log_in(client, credential)
+            assert answer.status_code == 200
+            assert "Overview" in answer.text
+        yield client
+
+
+def log_in(client: httpx.Client, credential: str) -> httpx.Response:
+    token = form_token(client.get("/dashboard/login").text)
+    return client.post("/dashboard/login", data={"form_token": token, "credential": credential})
+
+
+def form_token(page: str) -> str:
+    match = re.search(r'name="form_token" value="(\w+)"', page)
+    assert match is not None
+    return match[1]
+
+
+def figure(page: str, name: str) -> str:
+    match = re.search(rf'id="{name}">([^<]*)<', page)
+    assert match is not None
+    return match[1]
+
+
+def test_without_a_login_every_page_leads_to_it(operated: RunningGateway) -> None:
+    with httpx.Client(base_url=operated.url) as client:
+        for path in (*PAGES, "/dashboard/tenants"):
+            answer = client.get(path)
+            assert (answer.status_code, answer.headers["location"]) == (303, "/dashboard/login")
+            # A fragment request must not swap the login form into the page.
+            fragment = client.get(path, headers={"hx-request": "true"})
+            assert (fragment.status_code, fragment.headers["hx-redirect"]) == (401, "/dashboard/login")
+
+
+def test_a_tenant_sees_itself_and_the_figures_of_its_responses(operated: RunningGateway) -> None:
+    used = [
+        operated.client("carol").chat.completions.create(
+            model="echo/byte-model", messages=[{"role": "user", "content": "the same long question, asked again"}]
+        )
+        for _ in range(3)
+    ]
+    usages = [answer.usage for answer in used if answer.usage is not None]
+    details = [usage.prompt_tokens_details for usage in usages if usage.prompt_tokens_details is not None]
+    with browser(operated, operated.keys["carol"]) as client:
+        operated.wait_until(lambda: figure(client.get("/dashboard").text, "requests") == "3")
+        page = client.get("/dashboard").text
+        assert figure(page, "prompt-tokens") == f"{sum(usage.prompt_tokens for usage in usages):,}"
+        assert figure(page, "output-tokens") == f"{sum(usage.completion_tokens for usage in usages):,}"
+        cached = sum(detail.cached_tokens or 0 for detail in details)
+        assert cached > 0
+        assert figure(page, "cached-tokens") == f"{cached:,}"
+        for path in PAGES:
+            assert client.get(path).status_code == 200
+
+
+def test_a_tenant_cannot_reach_anothers_page_by_any_url(operated: RunningGateway) -> None:
+    ask(operated, "a secret question", "bob")
+    with browser(operated, operated.keys["alice"]) as client:
+        for path in PAGES:
+            for other in ("bob", "nobody", "*"):
+                answer = client.get(path, params={"tenant": other})
+                assert answer.status_code == 404
+            assert client.get(path, params={"tenant": "alice"}).status_code == 200
+            assert "bob" not in client.get(path).text
+        assert client.get("/dashboard/tenants").status_code == 404
+        assert client.get("/dashboard/no-such-page").status_code == 404
+
+
+def test_the_operator_sees_everyone_and_can_look_at_one(operated: RunningGateway) -> None:
+    ask(operated, "hello", "alice")
+    ask(operated, "hello", "bob")
+    with browser(operated, PASSWORD) as client:
+        operated.wait_until(lambda: "bob" in client.get("/dashboard/tenants").text)
+        assert "alice" in client.get("/dashboard/tenants").text
+        assert "alice" not in client.get("/dashboard/tenants", params={"search": "BO"}).text
+        assert "of tenant <strong>bob</strong>" in client.get("/dashboard", params={"tenant": "bob"}).text
+
+
+def test_a_wrong_credential_is_refused_and_not_repeated(operated: RunningGateway) -> None:
+    with browser(operated) as client:
+        answer = log_in(client, "wrong-<script>alert(1)</script>")
+        assert answer.status_code == 401
+        assert "alert(1)" not in answer.text
+        assert SESSION_COOKIE not in client.cookies
+
+
+def test_a_form_without_its_token_changes_nothing(operated: RunningGateway) -> None:
+    """A foreign page can make a browser send a form, with cookies: not with our token."""
+    with browser(operated, operated.keys["alice"]) as client:
+        client.post("/dashboard/logout", data={"form_token": "0" * 64})
+        assert client.get("/dashboard/cache").url.path == "/dashboard/cache"
+        client.post("/dashboard/logout", data={"form_token": form_token(client.get("/dashboard").text)})
+        assert client.get("/dashboard/cache").url.path == "/dashboard/login"
+    with browser(operated) as client:
+        client.get("/dashboard/login")
+        answer = client.post("/dashboard/login", data={"credential": operated.keys["alice"]})
+        assert answer.status_code == 403
+        assert SESSION_COOKIE not in client.cookies
+
+
+def test_cookies_and_headers_keep_scripts_and_foreign_pages_out(operated: RunningGateway) -> None:
+    with httpx.Client(base_url=operated.url) as client:
+        page = client.get("/dashboard/login")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert "unsafe" not in page.headers["content-security-policy"]
+        for attribute in ("HttpOnly", "SameSite=strict", "Path=/dashboard"):
+            assert attribute.lower() in page.headers["set-cookie"].lower()
+
+
+def test_forged_and_old_sessions_are_no_sessions(operated: RunningGateway) -> None:
+    signer, foreign = SessionSigner(b"one"), SessionSigner(b"two")
+    session = Session(role="operator", tenant_id="", stands_on="x", until=100)
+    cookie = signer.sign(session)
+    assert signer.read(cookie, now=99) == session
+    assert signer.read(cookie, now=101) is None
+    assert foreign.read(cookie, now=99) is None
+    payload, _, mac = cookie.partition(".")
+    for forged in ("", ".", "a.b", f"{payload}.", f"{payload[:-2]}AA.{mac}", "é.é", f"{payload}.{mac}.{mac}"):
+        assert signer.read(forged, now=99) is None
+    with httpx.Client(base_url=operated.url, cookies={SESSION_COOKIE: cookie, FORM_COOKIE: "x"}) as client:
+        assert client.get("/dashboard").status_code == 303
+
+
+def test_attempts_are_bounded_for_an_address_and_come_back() -> None:
+    now = [0.0]
+    throttle = LoginThrottle(lambda: now[0])
+    assert [throttle.allows("a") for _ in range(ATTEMPTS + 2)] == [True] * ATTEMPTS + [False] * 2
+    assert throttle.allows("b")
+    now[0] = 61.0
+    assert throttle.allows("a")
+
+
+def test_what_tenants_and_documents_are_called_is_text(store: EmbeddedStore, tmp_path: Path) -> None:
+    """A document id that is a script runs in the operator's browser."""
+    engine = FakeEngine()
+    evil = '"><script>alert(1)</script>'
+    owner = OwnerView(owner=evil, num_blocks=3, floor=0, quota=None)
+    engine.view = view(engine.view, nodes=(tree_node(0, None, 0, 32, 1, evil),), owners=(owner,))
+    with run_operated(tmp_path, store.url, engine) as gateway:
+        ask(gateway, "hello", "dave", documents=[{"id": evil, "text": "a document"}])
+        with browser(gateway, PASSWORD) as client:
+            gateway.wait_until(lambda: "&lt;script&gt;" in client.get("/dashboard", params={"tenant": "dave"}).text)
+            for path in (*PAGES, "/dashboard/tenants"):
+                assert "<script>alert" not in client.get(path).text
+
+
+def tree_node(number: int, parent: int | None, first: int, tokens: int, hits: int, owner: str = "o") -> PrefixNode:
+    return PrefixNode(
+        node=number,
+        parent=parent,
+        owner=owner,
+        first_token=first,
+        num_tokens=tokens,
+        num_blocks=1,
+        hits=hits,
+        num_holders=0,
+    )
+
+
+def view(base: CacheView, **changes: object) -> CacheView:
+    return msgspec.structs.replace(base, **changes)
+
+
+def test_engine_and_store_away_leave_a_page_that_says_so(tmp_path: Path) -> None:
+    with run_operated(tmp_path, f"unix://{tmp_path}/nothing.sock") as gateway, browser(gateway) as client:
+        log_in(client, PASSWORD)
+        assert "The store is away" in client.get("/dashboard").text
+        assert "The store is away" in client.get("/dashboard/tenants").text
+        gateway.engine.reachable = False
+        assert "The engine does not answer" in client.get("/dashboard/cache").text
+
+
+def test_a_thousand_tenants_are_listed_in_pages(store: EmbeddedStore, tmp_path: Path) -> None:
+    async def fill() -> None:
+        client = StoreClient(store.url)
+        writer = HistoryWriter(client, 35, GatewayMetrics())
+        for i in range(1000):
+            writer.request_finished(record(f"many-{i:04}", time=time.time()))
+        await writer.flush()
+        await client.close()
+
+    asyncio.run(fill())
+    with run_operated(tmp_path, store.url) as gateway, browser(gateway, PASSWORD) as client:
+        page = client.get("/dashboard/tenants", params={"search": "many-", "page": "20"}).text
+        assert page.count("many-0") + page.count("many-1") > 0
+        assert "Page 20 of 20" in page
+        for odd in ("0", "-1", "99999999", "x", "²"):
+            assert client.get("/dashboard/tenants", params={"page": odd}).status_code == 200
+
+
+def test_the_tree_is_drawn_with_hot_paths_wide_and_nothing_overlapping() -> None:
+    shape = [(0, None, 0, 100, 9), (1, 0, 100, 50, 6), (2, 0, 100, 20, 1), (3, None, 0, 10, 0)]
+    by_node = {box.node.node: box for box in draw_tree([tree_node(*row) for row in shape])}
+    assert by_node[1].height > 2 * by_node[2].height
+    assert by_node[1].height + by_node[2].height <= by_node[0].height + 1e-6
+    assert sum(by_node[i].height for i in (0, 3)) == pytest.approx(TREE_HEIGHT)
+    assert (
+        by_node[1].y + by_node[1].height <= by_node[2].y + 1e-6
+        or by_node[2].y + by_node[2].height <= by_node[1].y + 1e-6
+    )
+    assert draw_tree([]) == []
+
+
+def test_requests_and_evictions_are_shown_to_whom_they_concern(store: EmbeddedStore, tmp_path: Path) -> None:
+    engine = FakeEngine()
+    rows = [
+        RequestView(
+            request_id=f"chat-of-{tenant}",
+            tenant_id=tenant,
+            state="running",
+            num_prompt_tokens=10,
+            num_cached_tokens=None,
+            num_computed_tokens=5,
+            num_output_tokens=0,
+        )
+        for tenant in ("alice", "bob")
+    ]
+    engine.view = view(
+        engine.view, requests=tuple(rows), evictions=(EvictionView(owner="bob", pressed_by="x9", num_blocks=4),)
+    )
+    with run_operated(tmp_path, store.url, engine) as gateway:
+        with browser(gateway, gateway.keys["alice"]) as client:
+            live = client.get("/dashboard/live").text
+            assert "chat-of-alice" in live
+            assert "chat-of-bob" not in live
+            assert "x9" not in client.get("/dashboard/cache").text
+        with browser(gateway, PASSWORD) as client:
+            assert "chat-of-bob" in client.get("/dashboard/live").text
+            assert "x9" in client.get("/dashboard/cache").text

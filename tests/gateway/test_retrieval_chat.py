@@ -1,0 +1,311 @@
+"""Chat with retrieval: what is found, where it stands, what is cached of it, and what the answer says about it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from engine.protocol import SegmentKind
+from gateway.served_model import num_tokens
+from tests.gateway.fake_engine import BLOCK_SIZE, MODEL
+from tests.gateway.retrieval_gateway import (
+    SETTINGS,
+    RetrievalGateway,
+    cached_tokens,
+    flush,
+    retrieval,
+    retrieval_of,
+    running,
+    tenant_keys,
+)
+from tests.retrieval.hashing_embedder import HashingEmbedder
+
+__all__ = ["retrieval"]
+pytestmark = pytest.mark.redis
+
+CITIES: dict[str, str | bytes] = {
+    "lisbon.txt": "Lisbon is the capital of Portugal. The river Tagus flows through Lisbon into the Atlantic. " * 3,
+    "vienna.txt": "Vienna is the capital of Austria. The river Danube flows through Vienna to the Black Sea. " * 3,
+    "paris.txt": "Paris is the capital of France. The river Seine flows through Paris to the Channel at Le Havre. " * 3,
+    "rome.txt": "Rome is the capital of Italy. The river Tiber flows through Rome into the Tyrrhenian Sea. " * 3,
+}
+ALL = "Which capital has which river: Lisbon, Vienna, Paris, Rome?"
+
+
+def documents_of(answer: Any) -> list[dict[str, Any]]:
+    documents = retrieval_of(answer)["documents"]
+    assert isinstance(documents, list)
+    return documents
+
+
+def by_position(answer: Any) -> list[str]:
+    return [each["filename"] for each in sorted(documents_of(answer), key=lambda each: each["position"])]
+
+
+def test_a_question_is_answered_from_documents_and_says_which(retrieval: RetrievalGateway) -> None:
+    with retrieval.client() as client:
+        store, ids = retrieval.store_with(client, CITIES)
+        question = "The river Danube flows through Vienna to the Black Sea."
+        answer = retrieval.ask(client, question, store, max_num_results=2)
+    report = retrieval_of(answer)
+    assert (report["query"], report["document_order"]) == (question, "cache")
+    best = documents_of(answer)[0]
+    assert (best["filename"], best["file_id"], best["rank"]) == ("vienna.txt", ids["vienna.txt"], 0)
+    assert best["score"] == 1.0
+    prompt = retrieval.engine.prompt(retrieval.engine.submitted[-1])
+    assert "Vienna is the capital of Austria" in prompt
+    assert prompt.index("You answer.") < prompt.index("Vienna is") < prompt.index(question)
+    (citation,) = (answer.choices[0].message.model_extra or {})["citations"]
+    assert answer.choices[0].message.content == question  # the fake engine says what it was asked
+    assert question[citation["start"] : citation["end"]] == citation["text"]
+    assert [source["id"] for source in citation["sources"]] == [best["id"]]
+    assert citation["sources"][0]["document"]["title"] == "vienna.txt"
+
+
+def test_a_stream_ends_with_the_same_report(retrieval: RetrievalGateway) -> None:
+    with retrieval.client() as client:
+        store, _ = retrieval.store_with(client, CITIES)
+        whole = retrieval.ask(client, ALL, store)
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "system", "content": "You answer."}, {"role": "user", "content": ALL}],
+                extra_body={"retrieval": {"vector_store_ids": [store]}},
+                stream=True,
+            )
+        )
+    with_report = [chunk for chunk in chunks if (chunk.model_extra or {}).get("retrieval")]
+    assert with_report == chunks[-1:]
+    assert (chunks[-1].model_extra or {})["retrieval"]["documents"] == documents_of(whole)
+    streamed = (chunks[-1].choices[0].delta.model_extra or {})["citations"]
+    assert streamed == (whole.choices[0].message.model_extra or {})["citations"]
+
+
+def test_file_search_as_a_tool_is_the_same_retrieval(retrieval: RetrievalGateway) -> None:
+    with retrieval.client() as client:
+        store, _ = retrieval.store_with(client, CITIES)
+        tool = {"type": "file_search", "vector_store_ids": [store], "max_num_results": 1}
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Vienna, Danube?"}]
+        answer = client.chat.completions.create(model=MODEL, messages=messages, extra_body={"tools": [tool]})
+        assert by_position(answer) == ["vienna.txt"]
+        none = client.chat.completions.create(
+            model=MODEL, messages=messages, extra_body={"tools": [tool], "tool_choice": "none"}
+        )
+        assert "retrieval" not in (none.model_extra or {})
+
+
+def test_another_order_of_the_same_documents_keeps_the_hit(retrieval: RetrievalGateway) -> None:
+    """Chunks ordered by score, another way for each question: a full prefill for each (open-webui#19905)."""
+    with retrieval.client() as client:
+        store, _ = retrieval.store_with(client, CITIES)
+        first = retrieval.ask(client, ALL, store)
+        other = retrieval.ask(client, "Rome, Italy, Tiber, Tyrrhenian Sea; and Paris, Vienna, Lisbon?", store)
+        assert [each["filename"] for each in documents_of(first)] != [each["filename"] for each in documents_of(other)]
+        assert by_position(first) == by_position(other)
+        documents = [s for s in retrieval.engine.submitted[-1].segments if s.kind is SegmentKind.DOCUMENT]
+        assert cached_tokens(other) >= sum(map(len, documents))
+        relevance = retrieval.ask(client, "Rome! Rome! Tiber?", store, document_order="relevance")
+        assert by_position(relevance) == [each["filename"] for each in documents_of(relevance)]
+
+
+def test_the_best_document_can_be_kept_next_to_the_question(retrieval: RetrievalGateway) -> None:
+    with retrieval.client() as client:
+        store, _ = retrieval.store_with(client, CITIES)
+        for order in ("cache", "canonical", "relevance"):
+            answer = retrieval.ask(client, "Rome and the Tiber?", store, pin_top=1, document_order=order)
+            assert by_position(answer)[-1] == "rome.txt" == documents_of(answer)[0]["filename"]
+
+
+def test_the_note_on_ranks_stands_where_it_breaks_nothing(retrieval: RetrievalGateway) -> None:
+    with retrieval.client() as client:
+        store, _ = retrieval.store_with(client, CITIES)
+        retrieval.ask(client, ALL, store, rank_note=True)
+    prompt = retrieval.engine.prompt(retrieval.engine.submitted[-1])
+    assert prompt.index("End of documents.") < prompt.index("most relevant first:\n1. ") < prompt.index(ALL)
+
+
+def test_a_conversation_keeps_its_documents_where_they_were(retrieval: RetrievalGateway) -> None:
+    """A second turn that retrieves anew at the head of the prompt computes the whole conversation again."""
+    with retrieval.client() as client:
+        store, _ = retrieval.store_with(client, CITIES)
+        body = {"retrieval": {"vector_store_ids": [store], "max_num_results": 1}}
+        messages: list[ChatCompletionMessageParam] = [
+            {"role": "system", "content": "You answer."},
+            {"role": "user", "content": "The river of Vienna?"},
+        ]
+        prompts: list[str] = []
+        lengths: list[int] = []
+        for question in ("The river of Rome?", "And the river of Paris?", "Vienna once more, its river?"):
+            answer = client.chat.completions.create(model=MODEL, messages=messages, extra_body=body)
+            prompts.append(retrieval.engine.prompt(retrieval.engine.submitted[-1]))
+            lengths.append(num_tokens(retrieval.engine.submitted[-1].segments))
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
+            messages.append({"role": "user", "content": question})
+        last = client.chat.completions.create(model=MODEL, messages=messages, extra_body=body)
+    prompts.append(retrieval.engine.prompt(retrieval.engine.submitted[-1]))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(prompts))
+    assert prompts[-1].count("Vienna is the capital") == prompts[0].count("Vienna is the capital"), "it stands already"
+    assert [each["position"] for each in documents_of(last)] == [None]
+    assert cached_tokens(last) > lengths[-1] - BLOCK_SIZE
+
+
+def test_a_conversation_that_outgrew_the_context_goes_on_with_this_turns_documents(retrieval: RetrievalGateway) -> None:
+    with retrieval.client() as client:
+        filler = {f"{i}.txt": f"Subject {i}: " + f"word{i} " * 45 for i in range(40)}
+        store, _ = retrieval.store_with(client, dict(filler))
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "word0"}]
+        body = {"retrieval": {"vector_store_ids": [store], "max_num_results": 5}}
+        for i in range(1, 6):
+            answer = client.chat.completions.create(model=MODEL, messages=messages, extra_body=body)
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
+            messages.append({"role": "user", "content": " ".join(f"word{j}" for j in range(5 * i, 5 * i + 5))})
+        answer = client.chat.completions.create(model=MODEL, messages=messages, extra_body=body)
+    assert all(each["position"] is not None for each in documents_of(answer))
+
+
+def test_deleting_a_file_erases_its_kv_and_says_how_much(retrieval: RetrievalGateway) -> None:
+    """One operation: not in the search, not in the cache (ragflow#6462)."""
+    with retrieval.client() as client:
+        store, ids = retrieval.store_with(client, CITIES)
+        first = retrieval.ask(client, ALL, store)
+        deleted = client.files.delete(ids["rome.txt"])
+        assert (deleted.model_extra or {})["erased_blocks"] > 0
+        assert retrieval.engine.erased[-1].owner == "alice"
+        rome = next(each["id"] for each in documents_of(first) if each["filename"] == "rome.txt")
+        assert retrieval.engine.erased[-1].document_ids == (rome,)
+        after = retrieval.ask(client, ALL, store)
+        assert "rome.txt" not in by_position(after)
+        assert (client.files.with_raw_response.list().http_response.json())["data"][0]["id"] != ids["rome.txt"]
+
+
+def test_kv_of_a_deleted_file_is_erased_once_the_engine_is_back(retrieval: RetrievalGateway) -> None:
+    """Lost in an engine's restart, the erasure would leave a deleted document in the persistent tiers."""
+    with retrieval.client() as client:
+        store, ids = retrieval.store_with(client, CITIES)
+        retrieval.ask(client, ALL, store)
+        retrieval.engine.reachable = False
+        deleted = client.files.delete(ids["rome.txt"])
+        assert (deleted.model_extra or {})["erased_blocks"] is None
+        retrieval.engine.reachable = True
+        retrieval.gateway.wait_until(lambda: bool(retrieval.engine.erased))
+
+
+def test_a_document_as_a_unit_of_the_cache(retrieval: RetrievalGateway) -> None:
+    gateway = retrieval.gateway
+
+    def call(method: str, path: str) -> dict[str, Any]:
+        response = gateway.http.request(method, f"/v1/cache/documents/{path}", headers=gateway.headers("alice"))
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    with retrieval.client() as client:
+        store, ids = retrieval.store_with(client, CITIES)
+        file = ids["paris.txt"]
+        assert call("GET", file)["blocks"] == 0
+        document = documents_of(retrieval.ask(client, "The river of Paris?", store, max_num_results=1))[0]["id"]
+    cached = call("GET", file)
+    assert cached["blocks"] == cached["blocks_by_tier"]["device"] > 0
+    assert (cached["document_ids"], cached["pinned"]) == ([document], False)
+    assert call("POST", f"{file}/pin")["pinned"] is True
+    assert call("GET", document)["pinned"] is True
+    assert call("POST", f"{file}/unpin")["pinned"] is False
+    assert call("DELETE", document)["erased_blocks"] >= cached["blocks"]
+    assert call("GET", file)["blocks"] == 0
+
+
+def test_a_first_question_finds_its_document_warm(store_url: str) -> None:
+    """Prefilled when it was ingested, behind the system prompt that this tenant's questions have."""
+    flush(store_url)
+    ahead = msgspec.structs.replace(SETTINGS.retrieval, prefill_tokens_per_minute=100_000)
+    with (
+        running(store_url, msgspec.structs.replace(SETTINGS, retrieval=ahead)) as retrieval,
+        retrieval.client() as client,
+    ):
+        empty, _ = retrieval.store_with(client, {})
+        retrieval.ask(client, "Anything?", empty)
+        store, _ = retrieval.store_with(client, CITIES)
+        retrieval.gateway.wait_until(lambda: sum(s.priority == 100 for s in retrieval.engine.submitted) >= len(CITIES))
+        retrieval.gateway.wait_until(lambda: not retrieval.engine.running)
+        assert all(s.sampling.max_tokens == 1 for s in retrieval.engine.submitted if s.priority == 100)
+        answer = retrieval.ask(client, "The river of Paris?", store, max_num_results=1)
+        document = next(s for s in retrieval.engine.submitted[-1].segments if s.kind is SegmentKind.DOCUMENT)
+        assert cached_tokens(answer) >= 0.8 * len(document)
+
+
+def test_a_rewritten_query_is_what_is_searched(retrieval: RetrievalGateway) -> None:
+    with retrieval.client() as client:
+        store, _ = retrieval.store_with(client, CITIES)
+        answer = retrieval.ask(client, "Vienna?", store, rewrite_query=True, max_num_results=1)
+    rewriting = retrieval.engine.submitted[0]
+    assert rewriting.request_id.startswith("rewrite-")
+    assert rewriting.sampling.temperature == 0
+    assert retrieval_of(answer)["query"] == "user: Vienna?"  # what the fake engine says to the rewriting prompt
+
+
+def test_reranking_decides_and_the_guess_is_taken_back(store_url: str) -> None:
+    flush(store_url)
+    with (
+        running(store_url, embedder=HashingEmbedder(has_reranker=True)) as retrieval,
+        retrieval.client() as client,
+    ):
+        store, _ = retrieval.store_with(client, CITIES)
+        answer = retrieval.ask(
+            client, "river Danube Vienna Black Sea", store, ranking_options={"ranker": "rerank", "score_threshold": 0.9}
+        )
+        assert [(each["filename"], each["score"]) for each in documents_of(answer)] == [("vienna.txt", 1.0)]
+        retrieval.gateway.wait_until(lambda: not retrieval.engine.running)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"retrieval": {}}, "retrieval.vector_store_ids"),
+        ({"retrieval": {"vector_store_ids": []}}, "retrieval.vector_store_ids"),
+        ({"retrieval": {"vector_store_ids": ["vs_1"], "document_order": "best"}}, "retrieval.document_order"),
+        ({"retrieval": {"vector_store_ids": ["vs_1"], "surprise": 1}}, "retrieval.surprise"),
+        ({"retrieval": {"vector_store_ids": ["vs_1"], "filters": {"type": "eq"}}}, "retrieval.filters.key"),
+        ({"retrieval": {"vector_store_ids": ["vs_1"]}, "documents": [{"text": "a"}]}, "documents"),
+        ({"tools": [{"type": "file_search"}]}, "tools[0].vector_store_ids"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"document_order": "cache"}, "document_order"),
+    ],
+)
+def test_a_bad_field_is_named(retrieval: RetrievalGateway, body: dict[str, object], param: str) -> None:
+    with retrieval.client() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}], extra_body=body)
+    assert caught.value.param == param
+
+
+def test_a_clients_own_documents_stay_as_given_unless_it_asks(retrieval: RetrievalGateway) -> None:
+    documents = [{"id": name, "text": f"Document {name} speaks of {name * 30}."} for name in "dbac"]
+    with retrieval.client() as client:
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Which?"}]
+        for order, expected in (("given", "dbac"), ("canonical", "abcd")):
+            client.chat.completions.create(
+                model=MODEL, messages=messages, extra_body={"documents": documents, "document_order": order}
+            )
+            sent = retrieval.engine.submitted[-1].segments
+            assert "".join(s.document_id or "" for s in sent if s.kind is SegmentKind.DOCUMENT) == expected
+        answer = client.chat.completions.create(
+            model=MODEL, messages=messages, extra_body={"documents": documents, "document_order": "cache"}
+        )
+    assert cached_tokens(answer) > 0
+
+
+def test_two_gateways_answer_alike(store_url: str) -> None:
+    """What one has taken in, the other finds; what one has deleted, the other does not give out."""
+    flush(store_url)
+    keys = tenant_keys()
+    with running(store_url, keys=keys) as one, running(store_url, keys=keys) as two:
+        with one.client() as client:
+            store, ids = one.store_with(client, CITIES)
+        with two.client() as client:
+            assert "rome.txt" in by_position(two.ask(client, ALL, store))
+            client.files.delete(ids["rome.txt"])
+        with one.client() as client:
+            assert "rome.txt" not in by_position(one.ask(client, ALL, store))
