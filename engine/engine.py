@@ -13,6 +13,9 @@ What can go wrong, and what then:
                              it has (at most MAX_RESETS times, then it ends with an error). The process lives.
 
 One thread owns all of this. Nothing here blocks, and nothing is read from outside.
+
+With tiers below (`engine/tiers/`) a step also carries out what was noted for it: offloads of blocks that leave, fetches
+of blocks that come back. A step without sequences is right when requests wait for the disk, or only blocks move.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from engine.batch import ScheduledSequence, SchedulerOutput
+from engine.batch import ScheduledSequence, SchedulerOutput, TransferReport
+from engine.erasure import Selection
 from engine.errors import (
     ContextLengthExceededError,
     EngineStepError,
@@ -36,21 +40,47 @@ from engine.errors import (
 )
 from engine.kv_cache_manager import KVCacheManager
 from engine.output_stream import OutputRules, OutputStream
-from engine.protocol import Delta, EngineInfo, EngineStats, Failure, Submit
+from engine.protocol import (
+    CacheVerified,
+    Delta,
+    DocumentStats,
+    DocumentUse,
+    EngineInfo,
+    EngineStats,
+    Erase,
+    Erased,
+    EvictCache,
+    ExplainedPart,
+    Failure,
+    GetDocumentStats,
+    Submit,
+)
 from engine.request import Request
 from engine.sampler import NonFiniteLogitsError
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.settings import EngineSettings
+from engine.tiers.tier_stats import index_stats, tier_stats
+from engine.tiers.tiered_cache import TieredCache
+from engine.verification import Verification
 
 logger = logging.getLogger(__name__)
 
 MAX_RESETS = 2  # times a request is computed again because the cache was dropped
+DISK_WAIT = 0.005  # seconds that a step with nothing to compute waits for the disk
 
 
 class Runner(Protocol):
     """The device. `execute` returns one entry a sequence: the sampled token, None where `sample` is False."""
 
     def execute(self, output: SchedulerOutput) -> Sequence[int | None]: ...
+
+    def transfer_report(self) -> TransferReport:
+        """What has become of the offloads and fetches of the steps so far; after a failed step, of that one, too."""
+        ...
+
+    def is_same_block(self, block_id: int, payload: memoryview) -> bool:
+        """Whether a block's content and a payload agree within the dtype's tolerance."""
+        ...
 
 
 @dataclass(slots=True)
@@ -84,6 +114,8 @@ class LLMEngine:
         self._streams: dict[str, OutputStream] = {}
         self._arrivals = 0
         self._broken: Exception | None = None  # found between steps
+        self.tiers: TieredCache | None = None
+        self._is_persisting = False
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
@@ -95,6 +127,7 @@ class LLMEngine:
             ghost_entries=settings.ghost_entries,
             policy=settings.eviction_policy,
             caching=settings.enable_prefix_caching,
+            tiers=self.tiers,
         )
         limits = SchedulerLimits(
             max_num_seqs=settings.max_num_seqs,
@@ -104,6 +137,11 @@ class LLMEngine:
             output_token_weight=settings.output_token_weight,
         )
         return Scheduler(limits, manager)
+
+    def attach_tiers(self, tiers: TieredCache) -> None:
+        """From now on what leaves the device goes there. Before the first request."""
+        self.tiers = tiers
+        self.forget_everything()
 
     # ------------------------------------------------------------------ requests
 
@@ -148,7 +186,7 @@ class LLMEngine:
         if request is None:
             return False
         self._end(request)
-        self._counters.num_requests_aborted += 1
+        self._counters_of(request).num_requests_aborted += 1
         return True
 
     def _end(self, request: Request) -> None:
@@ -168,16 +206,14 @@ class LLMEngine:
         if self._broken is not None:
             return self._reset_cache(self._broken)
         try:
-            output = self.scheduler.schedule()
+            output = self._schedule()
         except Exception as error:  # noqa: BLE001  a bug of ours, whatever its type: the requests must not pay for it
             return self._reset_cache(error)
         if not output.sequences:
-            # The oldest request can always go on (engine/scheduler.py), so an empty step is a bug, not a wait.
-            stalled = f"I10: {len(self._requests)} requests are here and none of them can go on"
-            return self._reset_cache(InvariantError(stalled)) if self._requests else []
+            return self._step_without_sequences(output)
         self._counters.num_steps += 1
         try:
-            tokens = self.runner.execute(output)
+            tokens = self._execute(output)
         except NonFiniteLogitsError as error:
             return self._fail_rows(output, error)
         except Exception as error:  # noqa: BLE001  whatever it was, the other requests go on
@@ -189,6 +225,56 @@ class LLMEngine:
         except Exception as error:  # noqa: BLE001
             return deltas + self._reset_cache(error)
         return deltas
+
+    def _schedule(self) -> SchedulerOutput:
+        if self.tiers is None:
+            return self.scheduler.schedule()
+        self.tiers.poll()
+        output = self.scheduler.schedule()
+        self.tiers.begin_step(output)
+        return output
+
+    def _execute(self, output: SchedulerOutput) -> Sequence[int | None]:
+        started = time.perf_counter()
+        try:
+            tokens = self.runner.execute(output)
+        except NonFiniteLogitsError:
+            self._settle_transfers()  # they came before the logits
+            raise
+        except Exception:
+            if self.tiers is not None and (output.offloads or output.fetches):
+                self.tiers.fail_step()
+            self._settle_transfers()
+            raise
+        self._settle_transfers()
+        if self.tiers is not None and any(sequence.sample and sequence.num_new > 1 for sequence in output.sequences):
+            num_new = sum(sequence.num_new for sequence in output.sequences)
+            self.tiers.gate.prefill.observe(num_new, time.perf_counter() - started)
+        return tokens
+
+    def _settle_transfers(self) -> None:
+        if self.tiers is None:
+            return
+        try:
+            self.tiers.settle(self.runner.transfer_report())
+        except Exception as error:  # noqa: BLE001  the step itself is done; the cache goes before the next one
+            self._broken = error
+
+    def _step_without_sequences(self, output: SchedulerOutput) -> list[Delta | Failure]:
+        if not output.is_empty:
+            try:
+                self._execute(output)
+            except Exception:
+                logger.exception("blocks could not be moved between the tiers")
+                self._counters.num_step_failures += 1
+            return []
+        if self.scheduler.is_reading and self.tiers is not None:
+            self._settle_transfers()
+            self.tiers.wait(DISK_WAIT)
+            return []
+        # The oldest request can always go on (engine/scheduler.py), so an empty step is a bug, not a wait.
+        stalled = f"I10: {len(self._requests)} requests are here and none of them can go on"
+        return self._reset_cache(InvariantError(stalled)) if self._requests else []
 
     def _postprocess(self, sequence: ScheduledSequence, token_id: int | None, deltas: list[Delta | Failure]) -> None:
         request = self._requests[sequence.request_id]
@@ -208,21 +294,26 @@ class LLMEngine:
 
     def _push(self, request: Request, token_id: int) -> Delta | None:
         request.append_output(token_id)
-        self._counters.num_output_tokens += 1
+        counters = self._counters_of(request)
+        counters.num_output_tokens += 1
         if request.num_output_tokens == 1 and request.account is not None:
-            self._counters.num_prompt_tokens += request.num_prompt_tokens
-            self._counters.num_cached_tokens += request.account.num_cached_tokens
+            counters.num_prompt_tokens += request.num_prompt_tokens
+            counters.num_cached_tokens += request.account.num_cached_tokens
         delta = self._streams[request.request_id].push(token_id)
         if delta is not None and delta.finish_reason is not None:
             self._end(request)
-            self._counters.num_requests_finished += 1
+            counters.num_requests_finished += 1
         return delta
+
+    def _counters_of(self, request: Request) -> Counters:
+        """A probe's go nowhere: the sum of all usage equals the sum of all metrics (I9)."""
+        return self._counters if request.counted else Counters()
 
     # ------------------------------------------------------------------ recovery
 
     def _fail(self, request: Request, error: RadixgateError) -> Failure:
         self._end(request)
-        self._counters.num_requests_failed += 1
+        self._counters_of(request).num_requests_failed += 1
         return Failure(request_id=request.request_id, code=error.code, message=error.message, param=error.param)
 
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[Delta | Failure]:
@@ -244,6 +335,10 @@ class LLMEngine:
         self._counters.num_integrity_failures += 1
         self._broken = None
         self._keep_counts()
+        if self.tiers is not None:
+            for request in self._requests.values():
+                self.scheduler.manager.drop_swapped(request)
+            self.tiers.distrust()
         self.scheduler = self._new_scheduler()
         failures: list[Delta | Failure] = []
         for request in list(self._requests.values()):
@@ -269,6 +364,105 @@ class LLMEngine:
             raise InvariantError(f"I10: {len(self._requests)} requests would lose their blocks")
         self._counters = Counters()
         self.scheduler = self._new_scheduler()
+
+    # ------------------------------------------------------------------ between requests
+
+    def idle(self) -> bool:
+        """Work in the background, when no request is here; True when more is to come soon."""
+        if self.tiers is None:
+            return False
+        try:
+            self._move_blocks()
+        except Exception as error:  # noqa: BLE001
+            self._broken = error
+        if self._broken is not None:
+            self._reset_cache(self._broken)
+        return self.tiers.is_busy or self._is_persisting
+
+    def _move_blocks(self) -> None:
+        assert self.tiers is not None
+        self.tiers.poll()
+        if self._is_persisting and not self.tiers.is_busy:
+            self.scheduler.manager.persist_all()
+            self._is_persisting = self.tiers.is_busy
+        self._carry_out_offloads()
+        self._settle_transfers()
+        self.tiers.finish_erasures()
+
+    def persist(self) -> None:
+        """Bring what the device holds to the disk, a part at a time, while `idle` is called."""
+        self._is_persisting = self.tiers is not None and self.tiers.disk is not None
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Persist what can be persisted in that time, and let go of files and threads."""
+        if self.tiers is None:
+            return
+        deadline = time.monotonic() + seconds
+        self.persist()
+        while self.idle() and time.monotonic() < deadline:
+            self.tiers.wait(DISK_WAIT)
+        self.tiers.close()
+
+    def erase(self, erase: Erase) -> Erased:
+        """Take KV out of every tier; what running requests hold is gone when they end.
+
+        The disk's part may follow: while Redis is away it is not known what is there. It is noted in a file, so that
+        it will be done, whatever happens meanwhile.
+        """
+        selection = Selection.of(erase)
+        for request in self._requests.values():
+            if request.is_concerned(selection):
+                self.scheduler.manager.stop_indexing(request)
+        done = self.scheduler.manager.erase(selection)
+        num_by_tier = {"device": done.device, "host": done.host, "disk": done.disk}
+        return Erased(erase_id=erase.erase_id, num_blocks=sum(num_by_tier.values()), num_by_tier=num_by_tier)
+
+    def evict(self, evict: EvictCache) -> int:
+        """Let go of cached blocks in one tier; how many went."""
+        if evict.tier == "device":
+            return self.scheduler.manager.evict(evict.num_blocks)
+        return 0 if self.tiers is None else self.tiers.evict(evict.tier, evict.num_blocks)
+
+    def verify(self, num_paths: int) -> CacheVerified:
+        """Prove what lies on disk (`engine/verification.py`). Blocks until it is done."""
+        if self.tiers is None or self.tiers.disk is None:
+            return CacheVerified(call_id="", num_read=0, num_unreadable=0, num_recomputed=0, num_different=0)
+        chunk = self.settings.prefill_chunk_size
+        run = Verification(self.scheduler.manager, self.runner, self.tiers.disk, chunk, self._carry_out_offloads)
+        return run.run("", num_paths)
+
+    def _carry_out_offloads(self) -> None:
+        """Nothing may be written into blocks whose old content still has to leave."""
+        assert self.tiers is not None
+        output = SchedulerOutput()
+        self.tiers.begin_step(output)
+        if not output.is_empty:
+            self._step_without_sequences(output)
+
+    def explain(self, submit: Submit) -> list[ExplainedPart]:
+        """Where each part of a prompt would come from now. Raises as `add_request` does."""
+        request = Request(submit, self._info.block_size, self._arrivals, 0)
+        self._check(request)
+        return self.scheduler.manager.explain(request)
+
+    def document_stats(self, query: GetDocumentStats) -> DocumentStats:
+        """What the device holds of each document that a tenant may ask about."""
+        selection = Selection(scopes=frozenset(query.scopes), document_ids=frozenset(query.document_ids))
+        uses: dict[str, DocumentUse] = {}
+        block_size = self._info.block_size
+        for run in self.scheduler.manager.index.document_runs(selection):
+            before = uses.get(run.document_id)
+            num_blocks = run.num_blocks + (before.num_blocks if before else 0)
+            uses[run.document_id] = DocumentUse(
+                document_id=run.document_id,
+                num_blocks=num_blocks,
+                num_bytes=num_blocks * self._info.block_bytes,
+                num_by_tier={"device": num_blocks},
+                hits=run.hits + (before.hits if before else 0),
+                tokens_saved=run.hits * run.num_blocks * block_size + (before.tokens_saved if before else 0),
+                last_use=max(run.last_use, before.last_use if before else 0.0),
+            )
+        return DocumentStats(query_id=query.query_id, documents=tuple(uses.values()))
 
     # ------------------------------------------------------------------ look
 
@@ -296,6 +490,8 @@ class LLMEngine:
             num_active_blocks=blocks.active,
             num_waiting=self.scheduler.num_waiting,
             num_running=len(self.scheduler.running),
+            tiers=() if self.tiers is None else tier_stats(self.tiers),
+            index=None if self.tiers is None else index_stats(self.tiers),
             **{name: getattr(counters, name) for name in Counters.__dataclass_fields__},
         )
 

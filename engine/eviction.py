@@ -11,6 +11,9 @@ just loses its ticket, and its entries are dropped when they come up.
       3. only the shelves are left, everyone is at or below the floor: then the lowest priority after all. A floor
          protects from others that have more than theirs, it never refuses a request.
 
+    What a queued request is going to need (`num_wanted`) is passed over in step 2 like a floor, and comes back when
+    that request has been admitted or is gone.
+
 Priorities:  lru    the moment it was last let go
              gdsf   clock + uses · cost: greedy-dual-size-frequency. All blocks have one size; cost is the share of a
                     block in recomputing, which grows with its depth, because attention does. The clock is the priority
@@ -40,6 +43,7 @@ class Leaf(Protocol):
     owner: Owner
     ticket: int  # 0: not a candidate
     priority: float
+    num_wanted: int  # queued requests that are going to need it
 
     @property
     def num_blocks(self) -> int: ...
@@ -156,6 +160,12 @@ class EvictionOrder:
             self._num_leaves -= 1
             leaf.owner.num_leaves -= 1
 
+    def release(self, leaf: Leaf) -> None:
+        """Nobody in the queue wants it any longer: back among the victims, where it stood."""
+        if leaf.ticket:
+            self.discard(leaf)
+            self.add(leaf)
+
     def candidates(self) -> Iterator[Leaf]:
         """Every evictable leaf once, in no order."""
         for owner in self.owners.values():
@@ -179,6 +189,9 @@ class EvictionOrder:
     def _by_priority(self, pressed_by: str) -> tuple[Leaf, int] | None:
         while entry := _first_valid(self._heap):
             owner = entry.leaf.owner
+            if entry.leaf.num_wanted:
+                heapq.heappop(self._heap)  # `release` puts it back; till then only its owner's heap has it
+                continue
             if owner.name == pressed_by:
                 return entry.leaf, entry.leaf.num_blocks
             if owner.num_blocks > owner.floor:
@@ -189,7 +202,7 @@ class EvictionOrder:
         return (entry.leaf, entry.leaf.num_blocks) if entry else None
 
     def _from_the_shelves(self) -> tuple[Leaf, int] | None:
-        tops = [entry for owner in self.owners.values() if owner.shelf and (entry := _first_valid(owner.heap))]
+        tops = [entry for owner in self.owners.values() if (entry := _first_valid(owner.heap))]
         if not tops:
             return None
         leaf = min(tops).leaf

@@ -13,21 +13,36 @@ The blocks of a request at admission, block size 4, 7 tokens matched of 13:
                              └── computing starts at token 7: the match is exact to the token
 
 I6: a match never covers the last token, so at least one is computed and there are logits to sample from.
+
+With tiers below, a match goes on where the device's ends. Blocks in host memory are fetched in the step that admits the
+request; blocks on disk are read while it is parked, like a follower, and are then in host memory:
+
+    device        host           disk
+    [ b0 ][ b1 ]  [ b2 ][ b3 ]   [ b4 ]        b2, b3: fresh blocks of the table, filled by a copy, indexed after the
+     shared        fetched        read first    step like computed ones
+
+What leaves the index is shown to the tiers first (`demote`). Fetch or compute is the gate's choice.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from engine.batch import BlockCopy
+from engine.batch import BlockCopy, BlockFetch
 from engine.block_pool import BlockPool
 from engine.document_order import DocumentPopularity, order_documents
+from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.eviction import Policy
-from engine.prefix_index import MissReason, PrefixIndex, PrefixMatch
-from engine.protocol import PromptAccount, TenantPolicy
-from engine.request import Request
+from engine.prefix_index import MissReason, Node, PrefixIndex, PrefixMatch
+from engine.protocol import ExplainedPart, PromptAccount, TenantPolicy
+from engine.request import Request, SwappedBlocks
+from engine.tiers.tiered_cache import NO_MATCH, READ_PATIENCE, TieredCache, TierMatch
+
+MAX_READS = 2  # times a request waits for the disk; then it computes what is still not there
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,8 +54,42 @@ class BlockCounts:
     active: int
 
 
+@dataclass(slots=True, frozen=True)
+class CachedPrefix:
+    """The longest cached prefix of a sequence over all tiers. Valid until the cache changes."""
+
+    match: PrefixMatch  # on the device
+    below: TierMatch  # what continues it
+    keys: list[bytes]  # of the blocks after the device's, as far as they were looked for
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        """On the device or in host memory: what an admission can have at once."""
+        return len(self.match.block_ids) + len(self.below.host_slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size if self.below.host_slots else self.match.num_tokens
+
+
+@dataclass(slots=True, frozen=True)
+class Admission:
+    """What has to be done before the step that follows."""
+
+    copy: BlockCopy | None = None
+    fetches: list[BlockFetch] = field(default_factory=list[BlockFetch])
+
+
+@dataclass(slots=True, frozen=True)
+class ErasedBlocks:
+    device: int
+    host: int
+    disk: int
+
+
 class KVCacheManager:
-    """Owns the pool and the index, and keeps the two of one mind."""
+    """Owns the pool and the index, and keeps the two of one mind; `tiers`, when given, live longer than it does."""
 
     def __init__(
         self,
@@ -51,11 +100,15 @@ class KVCacheManager:
         ghost_entries: int = 65536,
         policy: Policy = "lru",
         caching: bool = True,
+        tiers: TieredCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_size = block_size
         self.caching = caching
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(block_size, root_key, ghost_entries, policy)
+        self.tiers = tiers
+        self._clock = clock
         # Blocks that running requests are about to compute, by key: who else wants one waits for it.
         self._computing: dict[bytes, Request] = {}
         self.popularity = DocumentPopularity()
@@ -75,32 +128,52 @@ class KVCacheManager:
             )
             request.arrange(ordered.segments, ordered.order)
 
-    def get_computed_blocks(self, request: Request) -> PrefixMatch | None:
+    def get_computed_blocks(self, request: Request) -> CachedPrefix | None:
         """The longest cached prefix; None when this request does not use the cache."""
         if not (self.caching and request.indexable):
             return None
-        return self.index.match_prefix(request.tokens, request.num_tokens - 1)
+        match = self.index.match_prefix(request.tokens, request.num_tokens - 1)
+        first, last = len(match.block_ids), (request.num_tokens - 1) // self.block_size
+        if self.tiers is None or first >= last:
+            return CachedPrefix(match, NO_MATCH, [], self.block_size)
+        keys = self.index.chain_keys(self.index.match_key(match), request.tokens, first, first + 1)
+        if not self.tiers.may_have(keys[0]):
+            return CachedPrefix(match, NO_MATCH, keys, self.block_size)
+        keys += self.index.chain_keys(keys[0], request.tokens, first + 1, last)
+        return CachedPrefix(match, self.tiers.match(request.tokens, first, keys), keys, self.block_size)
+
+    def plan(self, request: Request) -> CachedPrefix | None:
+        """As `get_computed_blocks`, without what is computed faster than it is fetched."""
+        prefix = self.get_computed_blocks(request)
+        if prefix is None or self.tiers is None or not prefix.below.host_slots:
+            return prefix
+        blocks = len(prefix.below.host_slots)
+        if self.tiers.is_fetch_cheaper(blocks, blocks * self.block_size - prefix.match.partial_tokens):
+            return prefix
+        return CachedPrefix(prefix.match, NO_MATCH, prefix.keys, self.block_size)
 
     def num_cached_tokens(self, request: Request) -> int:
         """How much of a waiting request is in the cache now; looked up again only when the index has changed."""
         if request.cached_hint is None or request.cached_hint[0] != self.index.version:
-            match = self.get_computed_blocks(request)
-            request.cached_hint = (self.index.version, match.num_tokens if match else 0)
+            prefix = self.get_computed_blocks(request)
+            request.cached_hint = (self.index.version, prefix.num_tokens if prefix else 0)
         return request.cached_hint[1]
 
-    def is_awaiting(self, request: Request, match: PrefixMatch | None) -> bool:
-        """Whether the next block this request lacks is being computed by another one right now.
+    def is_awaiting(self, request: Request, prefix: CachedPrefix | None) -> bool:
+        """Whether the next block this request lacks is being computed by another one, or read from the disk.
 
         Computing it twice would cost time and a block. The follower is asked again when the last block that both begin
         with is done, not after each chunk of the leader: a burst of a thousand is looked up twice each. A key is only a
         hint here: on a collision the follower waits a little for nothing.
         """
-        if match is None:
+        if prefix is None:
             return False
-        block = len(match.block_ids)
+        if self._start_reads(request, prefix):
+            return True
+        block = prefix.num_blocks
         if (block + 1) * self.block_size >= request.num_tokens:
             return False
-        key = self.index.chain_keys(self.index.match_key(match), request.tokens, block, block + 1)[0]
+        key = self._key_at(request, prefix, block)
         leader = self._computing.get(key)
         if leader is None or leader is request:
             return False
@@ -110,14 +183,54 @@ class KVCacheManager:
         request.awaited_key = leader.pending_keys[pending] if 0 <= pending < len(leader.pending_keys) else key
         return True
 
+    def _key_at(self, request: Request, prefix: CachedPrefix, block: int) -> bytes:
+        """The key of the first block after what `prefix` can give at once."""
+        above = len(prefix.below.host_slots)
+        if above < len(prefix.keys):
+            return prefix.keys[above]
+        parent = prefix.keys[above - 1] if above else self.index.match_key(prefix.match)
+        return self.index.chain_keys(parent, request.tokens, block, block + 1)[0]
+
+    def _start_reads(self, request: Request, prefix: CachedPrefix) -> bool:
+        tiers, below = self.tiers, prefix.below
+        if tiers is None or not below.disk_slots or request.num_reads >= MAX_READS:
+            return False
+        if not tiers.is_read_cheaper(below) or (key := tiers.start_reads(below)) is None:
+            return False
+        request.num_reads += 1
+        request.awaited_read, request.read_deadline = key, self._clock() + READ_PATIENCE
+        request.disk_keys.update(prefix.keys[len(below.host_slots) : len(below)])
+        return True
+
     def is_still_awaiting(self, request: Request) -> bool:
         if request.awaited_key is not None and request.awaited_key not in self._computing:
             request.awaited_key = None
-        return request.awaited_key is not None
+        if request.awaited_read is not None and not self._is_reading(request, request.awaited_read):
+            request.awaited_read = None
+        return request.awaited_key is not None or request.awaited_read is not None
 
-    def can_admit(self, request: Request, match: PrefixMatch | None, reserve: int) -> bool:
+    def _is_reading(self, request: Request, key: bytes) -> bool:
+        return self.tiers is not None and self.tiers.is_reading(key) and self._clock() < request.read_deadline
+
+    def look_ahead(self, request: Request) -> None:
+        """A request begins to wait: what it needs is not a victim, and what is on disk begins to come."""
+        self._look_away(request)
+        prefix = self.get_computed_blocks(request)
+        if prefix is None:
+            return
+        request.wanted_node = self.index.want(prefix.match)
+        if self.tiers is not None and prefix.below.disk_slots and self.tiers.is_read_cheaper(prefix.below):
+            request.disk_keys.update(prefix.keys[len(prefix.below.host_slots) : len(prefix.below)])
+            self.tiers.start_reads(prefix.below)
+
+    def _look_away(self, request: Request) -> None:
+        if request.wanted_node is not None:
+            self.index.unwant(request.wanted_node)
+            request.wanted_node = None
+
+    def can_admit(self, request: Request, prefix: CachedPrefix | None, reserve: int) -> bool:
         """Whether all known tokens of the request fit, `reserve` blocks beside them left for others to grow."""
-        shared = match.block_ids if match else array("i")
+        shared = prefix.match.block_ids if prefix else array("i")
         # A hit on a cached block takes it out of what can be evicted.
         revived = self.pool.count_unreferenced(shared)
         needed = self._blocks_for(request.num_tokens + 1) - len(shared) + revived + reserve
@@ -132,25 +245,73 @@ class KVCacheManager:
         version, available = request.lacked_room
         return version == self.index.version and self.pool.num_free + self.pool.num_cached <= available
 
-    def admit(self, request: Request, match: PrefixMatch | None) -> BlockCopy | None:
-        """Take hold of the matched prefix. The copy, if any, must be done before the step that follows."""
+    def admit(self, request: Request, prefix: CachedPrefix | None) -> Admission:
+        """Take hold of the matched prefix, on the device and below."""
         if request.block_table:
             raise InvariantError(f"I3: request {request.request_id} was admitted with blocks in its table")
-        copy = None
+        self._look_away(request)
+        admission = Admission()
         request.node, request.num_indexed_blocks = self.index.root, 0
-        if match is not None:
+        if prefix is not None:
+            match = prefix.match
             request.node = self.index.lock(match)
             self.pool.acquire(match.block_ids)
             request.block_table = match.block_ids[:]
             request.num_indexed_blocks = len(match.block_ids)
             request.num_computed_tokens = request.num_indexed_blocks * self.block_size
-            if match.partial_block is not None:
-                copy = self._copy_on_write(request, match.partial_block, match.partial_tokens)
+            self._write_through_hot(request.node)
+            self._fetch(request, prefix.below.host_slots, admission)
+        self._swap_in(request, admission)
+        if prefix is not None:
+            if prefix.match.partial_block is not None and not admission.fetches:
+                copy = self._copy_on_write(request, prefix.match.partial_block, prefix.match.partial_tokens)
+                admission = Admission(copy)
             self._announce(request)
         if request.account is None:
-            request.account = self._account(request, match)
+            request.account = self._account(request, prefix)
             self.popularity.note(request.segments)
-        return copy
+        return admission
+
+    def _fetch(self, request: Request, host_slots: list[int], admission: Admission) -> None:
+        """Fresh blocks behind the shared ones, to be filled from host memory."""
+        if not host_slots or self.tiers is None:
+            return
+        self.tiers.pin(host_slots)  # making room may demote, and that may evict below
+        if not self._make_room(len(host_slots), request):
+            self.tiers.unpin(host_slots)
+            return
+        self.tiers.note_fetch(host_slots)
+        self._append_fetched(request, host_slots, admission)
+        request.num_computed_tokens = len(request.block_table) * self.block_size
+
+    def _append_fetched(self, request: Request, host_slots: list[int], admission: Admission) -> None:
+        fresh = self.pool.allocate(len(host_slots))
+        request.block_table += fresh
+        admission.fetches.extend(BlockFetch(slot, block) for slot, block in zip(host_slots, fresh, strict=True))
+
+    def _swap_in(self, request: Request, admission: Admission) -> None:
+        """A request that was swapped out gets its own blocks back, if what stood before them is there again."""
+        swapped, request.swapped = request.swapped, None
+        if swapped is None or self.tiers is None:
+            return
+        skipped = len(request.block_table) - swapped.first_block
+        wanted = swapped.slots[skipped:] if skipped >= 0 else []
+        if not wanted or not self._make_room(len(wanted), request):
+            self.tiers.swap_drop(swapped.slots)
+            return
+        self.tiers.swap_in(swapped.slots)
+        self._append_fetched(request, wanted, admission)
+        request.num_computed_tokens = swapped.num_tokens
+
+    def _write_through_hot(self, node: Node) -> None:
+        """Of a path that is used again and again, what the disk lacks."""
+        if self.tiers is None:
+            return
+        at: Node | None = node
+        while at is not None and at is not self.index.root and at.hits < self.tiers.write_through_hits:
+            at = at.parent
+        if at is not None and not at.doomed:
+            self.tiers.write_through(self.index.path(at))
 
     def _copy_on_write(self, request: Request, source: int, num_slots: int) -> BlockCopy | None:
         """Share a block's first slots by copying them into a fresh one.
@@ -169,22 +330,37 @@ class KVCacheManager:
         request.num_computed_tokens += num_slots
         return BlockCopy(source, fresh[0], num_slots)
 
-    def _account(self, request: Request, match: PrefixMatch | None) -> PromptAccount:
+    def _account(self, request: Request, prefix: CachedPrefix | None) -> PromptAccount:
         """Each prompt token into exactly one class (design: one account of every prompt token)."""
         total = request.num_prompt_tokens
-        if match is None:
+        if prefix is None:
             return PromptAccount(disabled=total)
         cached = request.num_computed_tokens
+        first = request.num_indexed_blocks
+        fetched = prefix.keys[: (cached // self.block_size - first) if prefix.below.host_slots else 0]
+        disk = sum(key in request.disk_keys for key in fetched) * self.block_size
+        host = len(fetched) * self.block_size - disk
         whole = total // self.block_size * self.block_size
         # Nothing but the last block is missing: it is not full, or held back for the token that is always computed.
         missed = 0 if cached >= (total - 1) // self.block_size * self.block_size else whole - cached
+        reason = self._miss_reason(request, prefix) if missed else MissReason.COLD
         return PromptAccount(
-            device=cached,
-            cold=missed if match.reason is MissReason.COLD else 0,
-            diverged=missed if match.reason is MissReason.DIVERGED else 0,
-            evicted=missed if match.reason is MissReason.EVICTED else 0,
+            device=cached - host - disk,
+            host=host,
+            disk=disk,
+            cold=missed if reason is MissReason.COLD else 0,
+            diverged=missed if reason is MissReason.DIVERGED else 0,
+            evicted=missed if reason is MissReason.EVICTED else 0,
             partial_block=total - cached - missed,
         )
+
+    def _miss_reason(self, request: Request, prefix: CachedPrefix) -> MissReason:
+        """Why what follows was not there. What is only on disk, and was not waited for, has been evicted to there."""
+        if prefix.below.disk_slots:
+            return MissReason.EVICTED
+        if not prefix.below.host_slots:
+            return prefix.match.reason
+        return self.index.miss_reason(self._key_at(request, prefix, prefix.num_blocks), prefix.below.goes_on)
 
     def _announce(self, request: Request) -> None:
         """Say which full blocks this request is going to compute."""
@@ -218,8 +394,17 @@ class KVCacheManager:
         if missing > self.pool.num_cached:
             return False
         if missing > 0:
-            self.pool.evict(self.index.evict(missing, request.tenant_id))
+            self.pool.evict(self.index.evict(missing, request.tenant_id, self._demotion))
         return True
+
+    @property
+    def _demotion(self) -> Callable[[Node, int], None] | None:
+        return None if self.tiers is None else self._demote
+
+    def _demote(self, node: Node, count: int) -> None:
+        """The last `count` blocks of a node are about to leave the device."""
+        assert self.tiers is not None
+        self.tiers.demote(self.index.path(node))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -248,7 +433,9 @@ class KVCacheManager:
         self.pool.mark_indexed(block_ids[len(done.adopted) : done.num_blocks])
         self._withdraw(request, last - first)
         request.num_indexed_blocks = first + done.num_blocks
-        self.pool.evict(self.index.trim(request.tenant_id))
+        self.pool.evict(self.index.trim(request.tenant_id, self._demotion))
+        if first * self.block_size < request.num_pinned_tokens:
+            self.persist(request.node)
         if done.num_blocks < last - first:
             self._withdraw(request, len(request.pending_keys))
             request.indexable = False
@@ -261,24 +448,124 @@ class KVCacheManager:
         self.pool.acquire(adopted)
         self.pool.release(own)
 
+    def persist(self, node: Node) -> None:
+        """Write a path to the disk, as far as it is not there."""
+        if self.tiers is not None and not node.doomed:
+            self.tiers.write_through(self.index.path(node))
+
+    def persist_all(self) -> None:
+        """Everything that the index holds, for a clean stop or an idle hour."""
+        for node in list(self.index.leaves()):
+            self.persist(node)
+
+    # ------------------------------------------------------------------ the end
+
     def free(self, request: Request) -> None:
-        """Let go of every block (finished, aborted, failed or preempted); full ones stay cached (I10)."""
+        """Let go of everything (finished, aborted or failed); full blocks stay cached (I10)."""
+        self.back_out(request)
+        self._look_away(request)
+        self.drop_swapped(request)
+
+    def preempt(self, request: Request) -> None:
+        """Give the blocks back for now; what nobody else can keep is swapped out, if that is cheaper than computing."""
+        swapped = self._swap_out(request)
+        self.back_out(request)
+        request.swapped = swapped
+
+    def back_out(self, request: Request) -> None:
+        """Give the blocks back; full ones stay in the index."""
         self._withdraw(request, len(request.pending_keys))
-        request.awaited_key = None
+        request.awaited_key = request.awaited_read = None
         if request.node is not None:
             self.index.unlock(request.node)
             request.node = None
         self.pool.release(request.block_table)
+        self.pool.evict(self.index.reap())
         request.block_table = array("i")
         request.num_computed_tokens = request.num_indexed_blocks = 0
 
+    def _swap_out(self, request: Request) -> SwappedBlocks | None:
+        first, num_tokens = request.num_indexed_blocks, request.num_computed_tokens
+        block_ids = list(request.block_table[first : self._blocks_for(num_tokens)])
+        if self.tiers is None or not block_ids:
+            return None
+        if not self.tiers.is_fetch_cheaper(len(block_ids), num_tokens - first * self.block_size):
+            return None
+        slots = self.tiers.swap_out(block_ids)
+        return None if slots is None else SwappedBlocks(first, num_tokens, slots)
+
+    def drop_swapped(self, request: Request) -> None:
+        """What was kept for a request's return is not needed any more."""
+        if request.swapped is not None and self.tiers is not None:
+            self.tiers.swap_drop(request.swapped.slots)
+        request.swapped = None
+
+    def borrow_blocks(self, count: int) -> array[int] | None:
+        """Blocks outside any request and the index, until `return_blocks`; None when there is no room."""
+        missing = count - self.pool.num_free
+        if missing > self.pool.num_cached:
+            return None
+        if missing > 0:
+            self.evict(missing)
+        return self.pool.allocate(count)
+
+    def return_blocks(self, block_ids: array[int]) -> None:
+        self.pool.release(block_ids)
+
+    def evict(self, count: int) -> int:
+        """Let go of up to `count` cached blocks, to the tiers below where there are any."""
+        freed = self.index.evict(count, "operator", self._demotion)
+        self.pool.evict(freed)
+        return len(freed)
+
+    def erase(self, selection: Selection) -> ErasedBlocks:
+        """Take blocks out of every tier. Nothing is demoted.
+
+        What running requests hold goes when they let go; from now on nobody finds it.
+        """
+        done = self.index.erase(selection)
+        self.pool.evict(done.freed)
+        host, disk = (0, 0) if self.tiers is None else self.tiers.erase(selection)
+        return ErasedBlocks(done.num_blocks, host, disk)
+
+    def stop_indexing(self, request: Request) -> None:
+        """What this request still computes is for itself alone."""
+        self._withdraw(request, len(request.pending_keys))
+        request.indexable = False
+
     # ------------------------------------------------------------------ look
+
+    def explain(self, request: Request) -> list[ExplainedPart]:
+        """Where each part of a prompt would come from now. Changes nothing."""
+        prefix, total = self.get_computed_blocks(request), request.num_prompt_tokens
+        if prefix is None:
+            return [ExplainedPart(start=0, end=total, place="disabled")]
+        device = len(prefix.match.block_ids) * self.block_size
+        host = device + len(prefix.below.host_slots) * self.block_size
+        disk = host + len(prefix.below.disk_slots) * self.block_size
+        if not len(prefix.below):
+            device = host = disk = prefix.match.num_tokens
+        whole = max(disk, total // self.block_size * self.block_size)
+        if disk >= (total - 1) // self.block_size * self.block_size:
+            whole = disk
+        reason = prefix.match.reason
+        if len(prefix.below) and whole > disk:
+            reason = MissReason.DIVERGED if prefix.below.goes_on else MissReason.COLD
+        ends = [("device", device), ("host", host), ("disk", disk), (reason.value, whole), ("partial_block", total)]
+        parts, start = list[ExplainedPart](), 0
+        for place, end in ends:
+            if end > start:
+                parts.append(ExplainedPart(start=start, end=end, place=place))
+                start = end
+        return parts
 
     def counts(self) -> BlockCounts:
         return BlockCounts(self.pool.num_free, self.pool.num_cached, self.pool.num_active)
 
     def check_integrity(self, running: list[Request]) -> None:
         """I1–I4 over pool, index and the tables of every running request."""
+        if self.tiers is not None:
+            self.tiers.check_integrity()
         self.pool.check_integrity()
         self.index.check_integrity(lambda block_id: self.pool.block(block_id).ref_count)
         holders = [0] * self.pool.num_blocks

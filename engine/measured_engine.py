@@ -18,12 +18,26 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.batch import SchedulerOutput
+from engine.batch import SchedulerOutput, TransferReport
 from engine.cache_view import build_cache_view
 from engine.engine import LLMEngine, Runner
-from engine.errors import RadixgateError
 from engine.metrics import EngineMetricsRegistry, StepTimes
-from engine.protocol import CacheView, Delta, EngineInfo, EngineStats, Failure, GetCacheView, Submit
+from engine.protocol import (
+    CacheVerified,
+    CacheView,
+    Delta,
+    DocumentStats,
+    EngineInfo,
+    EngineStats,
+    Erase,
+    Erased,
+    EvictCache,
+    ExplainedPart,
+    Failure,
+    GetCacheView,
+    GetDocumentStats,
+    Submit,
+)
 
 Clock = Callable[[], float]
 
@@ -52,6 +66,12 @@ class StepClock:
             return self._runner.execute(output)
         finally:
             self.last = _Execution(output, start, self._clock())
+
+    def transfer_report(self) -> TransferReport:
+        return self._runner.transfer_report()
+
+    def is_same_block(self, block_id: int, payload: memoryview) -> bool:
+        return self._runner.is_same_block(block_id, payload)
 
 
 class PrefillSpeed:
@@ -90,12 +110,9 @@ class MeasuredEngine:
         self._metrics = EngineMetricsRegistry(engine, self.prefill_speed, owner_labels)
 
     def add_request(self, submit: Submit) -> None:
-        self._arrivals[submit.request_id] = self._clock()
-        try:
-            self._engine.add_request(submit)
-        except RadixgateError:
-            self._arrivals.pop(submit.request_id, None)
-            raise
+        arrived_at = self._clock()
+        self._engine.add_request(submit)
+        self._arrivals[submit.request_id] = arrived_at
 
     def abort_request(self, request_id: str) -> bool:
         self._forget(request_id)
@@ -103,6 +120,27 @@ class MeasuredEngine:
 
     def has_work(self) -> bool:
         return self._engine.has_work()
+
+    def idle(self) -> bool:
+        return self._engine.idle()
+
+    def persist(self) -> None:
+        self._engine.persist()
+
+    def erase(self, erase: Erase) -> Erased:
+        return self._engine.erase(erase)
+
+    def evict(self, evict: EvictCache) -> int:
+        return self._engine.evict(evict)
+
+    def verify(self, num_paths: int) -> CacheVerified:
+        return self._engine.verify(num_paths)
+
+    def explain(self, submit: Submit) -> list[ExplainedPart]:
+        return self._engine.explain(submit)
+
+    def document_stats(self, query: GetDocumentStats) -> DocumentStats:
+        return self._engine.document_stats(query)
 
     def step(self) -> list[Delta | Failure]:
         self._runner.last = None

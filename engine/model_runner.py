@@ -5,7 +5,8 @@
     positions    7 8 9 10 11   42         0 1 2
     logits               ▲     ▲                       [2, V]    only rows that are sampled: C is in mid-prefill
 
-Copies run before the forward pass, because the step writes into their targets. Nothing is kept from step to step but
+Transfers between the tiers and copies run before the forward pass, because the step writes into their targets
+(`engine/batch.py` says in which order). Nothing is kept from step to step but
 the KV cache, so a step that failed leaves nothing to clean up here.
 
 One forward pass for prefill and decode together, not two: the linear layers, which are most of the work, then see all
@@ -22,7 +23,8 @@ from itertools import chain
 import torch
 
 from engine.attention import PagedAttention, forward_packed
-from engine.batch import ScheduledSequence, SchedulerOutput
+from engine.batch import ScheduledSequence, SchedulerOutput, TransferReport
+from engine.block_transfer import BlockTransfer, CpuBlockTransfer, CudaCopyStream, StreamBlockTransfer, host_tensor
 from engine.kv_cache import DeviceMemory, allocate_kv_cache, num_blocks_on_cpu, num_blocks_on_gpu
 from engine.model_loader import LoadedModel
 from engine.protocol import SamplingParams
@@ -30,6 +32,9 @@ from engine.sampler import Sampler
 from engine.settings import EngineSettings
 from kernels.dispatch import AttentionKernels, select_kernels
 from kernels.metadata import AttentionMetadata
+
+# Of the largest value in a block: what rounding leaves between two ways to batch the same tokens.
+_KV_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class ModelRunner:
@@ -49,6 +54,25 @@ class ModelRunner:
         self._eos_token_ids = loaded.eos_token_ids
         self._kernels = kernels
         self._sampler = sampler
+        self._transfer: BlockTransfer | None = None
+
+    def attach_host_memory(self, buffer: memoryview) -> None:
+        """A host slab of blocks of this cache's size; pinned, if this is a GPU."""
+        host = host_tensor(buffer, self.kv_cache)
+        if self._device.type == "cuda":
+            self._transfer = StreamBlockTransfer(self.kv_cache, host, CudaCopyStream(self._device))
+        else:
+            self._transfer = CpuBlockTransfer(self.kv_cache, host, torch.get_num_threads())
+
+    def transfer_report(self) -> TransferReport:
+        return TransferReport(0, 0, 0.0) if self._transfer is None else self._transfer.report()
+
+    def is_same_block(self, block_id: int, payload: memoryview) -> bool:
+        """Whether a block's content and a payload agree as well as two computations of the same KV do."""
+        mine = self.kv_cache[block_id].float().cpu()
+        theirs = host_tensor(payload, self.kv_cache)[0].float()
+        tolerance = _KV_TOLERANCE[self.kv_cache.dtype] * float(mine.abs().max())
+        return bool((mine - theirs).abs().max() <= tolerance)
 
     @property
     def num_blocks(self) -> int:
@@ -57,14 +81,30 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> list[int | None]:
         """Run one step; the sampled token of each sequence, None where it was not to be sampled."""
         with torch.inference_mode():
-            if output.copies:
-                self._kernels.copy_slots(self.kv_cache, output.copies)
+            self._move_blocks(output)
             if not output.sequences:
                 return []
             logits = self.forward_logits(output.sequences)
             rows = [sequence for sequence in output.sequences if sequence.sample]
             tokens = iter(self._sampler.sample(logits, rows, self._eos_token_ids) if rows else [])
         return [next(tokens) if sequence.sample else None for sequence in output.sequences]
+
+    def _move_blocks(self, output: SchedulerOutput) -> None:
+        transfer = self._transfer if output.offloads or output.fetches else None
+        if transfer is None:
+            self._copy_slots(output)
+            return
+        transfer.begin()
+        try:
+            transfer.offload(output.offloads)
+            self._copy_slots(output)
+            transfer.fetch(output.fetches)
+        finally:
+            transfer.end()
+
+    def _copy_slots(self, output: SchedulerOutput) -> None:
+        if output.copies:
+            self._kernels.copy_slots(self.kv_cache, output.copies)
 
     def forward_logits(self, sequences: Sequence[ScheduledSequence]) -> torch.Tensor:
         """Compute the new tokens of `sequences` into the cache; the logits [B, V] of those with `sample`, in order."""

@@ -27,20 +27,29 @@ Eviction  A node without locks and without children is evictable; `engine/evicti
           go from its tail, and only then its parent's turn comes: I4, no child without its parent. Whole runs stand in
           the order, not blocks: letting go of a long prompt is one entry, not one a block.
 
-Nothing here scans: match, lock, insert and evict touch only the path (and a heap's logarithm). Not one tensor, either.
+Erasure   `erase` takes a subtree out of sight at once. What running requests still hold of it is `doomed`: never
+          matched, never joined by a later insertion, and gone when the last of them lets go (`reap`).
+
+Below     Before blocks go, `evict` and `trim` show them, with everything that is above them, to the tier below.
+
+Nothing here scans: match, lock, insert and evict touch only the path (and a heap's logarithm). Only the rare `erase`
+of an owner walks the tree. Not one tensor, either.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import xxhash
 
+from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.eviction import EvictionOrder, Leaf, Owner, Policy
 from engine.scoped_tokens import TOKEN_BYTES, ScopedTokens
@@ -63,11 +72,15 @@ class Node:
     __slots__ = (
         "block_ids",
         "children",
+        "documents",
+        "doomed",
         "first_block",
         "first_blocks",
         "hits",
         "keys",
+        "last_use",
         "lock_count",
+        "num_wanted",
         "owner",
         "parent",
         "priority",
@@ -88,8 +101,12 @@ class Node:
         self.block_ids = block_ids
         self.children: dict[bytes, Node] | None = None  # by the key of their first block
         self.first_blocks: dict[bytes, list[bytes]] | None = None  # scope → children's first blocks' tokens, sorted
+        self.documents: list[tuple[int, str]] = []  # (block from the root, document key) of those that start here
+        self.doomed = False  # erased, but still held
         self.lock_count = 0
+        self.num_wanted = 0  # queued requests that are going to need it
         self.hits = 0  # times it was locked again after it was made
+        self.last_use = time.time()
         self.priority = 0.0  # in the order of eviction, since it was last let go
         self.ticket = 0  # of the eviction order; 0: not evictable
 
@@ -105,6 +122,20 @@ class Node:
     def end_block(self) -> int:
         """Blocks from the root to the run's end."""
         return self.first_block + len(self.block_ids)
+
+
+class CachedBlock(NamedTuple):
+    """A block in the index, with what identifies it wherever it lies."""
+
+    key: bytes
+    parent_key: bytes
+    scope: bytes
+    owner: str
+    tokens: bytes
+    documents: tuple[str, ...]  # keys of the documents that start in it
+    depth: int  # blocks above it
+    hits: int
+    block_id: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -123,6 +154,16 @@ class PrefixMatch:
     partial_block: int | None  # a block to copy from
     partial_tokens: int
     reason: MissReason  # why it ends here
+
+
+@dataclass(slots=True, frozen=True)
+class DocumentRun:
+    """A document in one prompt's path: its blocks up to the next document, or to the end of the run."""
+
+    document_id: str
+    num_blocks: int
+    hits: int
+    last_use: float  # Unix seconds
 
 
 class PrefixIndex:
@@ -144,15 +185,18 @@ class PrefixIndex:
         self.num_nodes = 0
         self.num_inserted_blocks = 0  # since the start
         self.num_evicted_blocks = 0
+        self.num_erased_blocks = 0
         self._stride = block_size * TOKEN_BYTES
         self._digest = digest
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._max_ghosts = ghost_entries
+        self._by_document: dict[str, set[Node]] = {}
+        self._doomed: list[Node] = []  # erased leaves that nobody holds any more
 
     @property
     def version(self) -> int:
         """Grows with every block that comes or goes: what was found at one version is found again at the same."""
-        return self.num_inserted_blocks + self.num_evicted_blocks
+        return self.num_inserted_blocks + self.num_evicted_blocks + self.num_erased_blocks
 
     # ------------------------------------------------------------------ find
 
@@ -186,7 +230,7 @@ class PrefixIndex:
             if pos // stride >= span_end:
                 scope, span_end = sequence.span(pos // stride)
             child = node.children.get(self._digest(node.last_key + scope + packed[pos : pos + stride]))
-            if child is None or child.scope != scope:
+            if child is None or child.scope != scope or child.doomed:
                 break
             shared = self._common_blocks(
                 child.tokens, packed, pos, min(pos + len(child.tokens), end, span_end * stride)
@@ -254,12 +298,20 @@ class PrefixIndex:
                 shared = _common_tokens(neighbour, wanted)
                 if shared > best_shared:
                     child = node.children[self._digest(node.last_key + scope + neighbour)]
+                    if child.doomed:
+                        continue
                     best_source, best_shared = child.block_ids[0], shared
         return best_source, best_shared
 
     def _miss_reason(self, parent_key: bytes, sequence: ScopedTokens, block: int, diverged: bool) -> MissReason:
         wanted_whole = len(sequence) >= (block + 1) * self.block_size
-        if wanted_whole and self._ghosts and self.chain_keys(parent_key, sequence, block, block + 1)[0] in self._ghosts:
+        if wanted_whole and self._ghosts:
+            return self.miss_reason(self.chain_keys(parent_key, sequence, block, block + 1)[0], diverged)
+        return MissReason.DIVERGED if diverged else MissReason.COLD
+
+    def miss_reason(self, key: bytes, diverged: bool) -> MissReason:
+        """Why the block of this key is not here."""
+        if key in self._ghosts:
             return MissReason.EVICTED
         return MissReason.DIVERGED if diverged else MissReason.COLD
 
@@ -297,14 +349,35 @@ class PrefixIndex:
             at.lock_count -= 1
             if at.lock_count < 0:
                 raise InvariantError("I3: a prefix was unlocked more often than it was locked")
-            if not at.lock_count:
+            if not at.lock_count and at.doomed:
+                self._doomed.append(at)
+            elif not at.lock_count:
                 at.priority = self.order.use_priority(at.hits, at.end_block)
                 self._offer(at)
             at = at.parent
 
     def _offer(self, node: Node) -> None:
-        if not node.lock_count and not node.children and node is not self.root:
+        if not node.lock_count and not node.children and node is not self.root and not node.doomed:
             self.order.add(node)
+
+    def want(self, match: PrefixMatch) -> Node:
+        """A queued request is going to need this path: others go first. The result goes to `unwant`."""
+        at: Node | None = match.node
+        while at is not None:
+            at.num_wanted += 1
+            at = at.parent
+        return match.node
+
+    def unwant(self, node: Node) -> None:
+        """Undo one `want`."""
+        at: Node | None = node
+        while at is not None:
+            at.num_wanted -= 1
+            if at.num_wanted < 0:
+                raise InvariantError("I3: a prefix was wanted less often than it was let go")
+            if not at.num_wanted:
+                self.order.release(at)
+            at = at.parent
 
     def _add_lock(self, node: Node) -> None:
         at: Node | None = node
@@ -316,6 +389,7 @@ class PrefixIndex:
         self.order.discard(node)
         node.lock_count += 1
         node.hits += 1
+        node.last_use = time.time()
 
     def _split(self, lower: Node, blocks: int) -> Node:
         """
@@ -333,6 +407,8 @@ class PrefixIndex:
         lower.block_ids = lower.block_ids[blocks:]
         lower.first_block += blocks
         upper.lock_count, upper.hits = lower.lock_count, lower.hits
+        upper.num_wanted, upper.doomed, upper.priority = lower.num_wanted, lower.doomed, lower.priority
+        self._split_documents(upper, lower)
         self._attach(upper, lower)
         self.num_nodes += 1
         return upper
@@ -363,8 +439,8 @@ class PrefixIndex:
             start = (first + done) * self._stride
             stop = start + min(count, existing.num_blocks) * self._stride
             shared = self._common_blocks(existing.tokens, sequence.packed, start, stop)
-            if existing.scope != scope or not shared:
-                break  # two prefixes with one key: the later one stays outside
+            if existing.scope != scope or not shared or existing.doomed:
+                break  # two prefixes with one key, or an erased one: the later one stays outside
             if shared < existing.num_blocks:
                 existing = self._split(existing, shared)
             self._hold(existing)
@@ -389,19 +465,44 @@ class PrefixIndex:
         tokens = bytes(sequence.packed[first * self._stride : (first + count) * self._stride])
         ids = block_ids[offset : offset + count]
         self.num_blocks += count
+        documents = sequence.documents_between(first, first + count)
         if at.lock_count == 1 and not at.children and at.scope == scope:
             self.order.count(at.owner, count)  # of tenants that share a scope, who began a run pays for it
             at.tokens += tokens
             at.keys += b"".join(keys)
             at.block_ids += ids
+            self._note_documents(at, documents)
             return at
         owner = self.order.owner(sequence.owner(scope))
         self.order.count(owner, count)
         child = Node(at, scope, owner, tokens, b"".join(keys), ids)
-        child.lock_count = 1
+        child.lock_count, child.doomed = 1, at.doomed
+        self._note_documents(child, documents)
         self._attach(at, child)
         self.num_nodes += 1
         return child
+
+    def _note_documents(self, node: Node, documents: list[tuple[int, str]]) -> None:
+        node.documents += documents
+        for _, document in documents:
+            self._by_document.setdefault(document, set()).add(node)
+
+    def _split_documents(self, upper: Node, lower: Node) -> None:
+        if not lower.documents:
+            return
+        all_documents, lower.documents = lower.documents, []
+        self._drop_documents(lower, all_documents)
+        cut = lower.first_block
+        self._note_documents(upper, [entry for entry in all_documents if entry[0] < cut])
+        self._note_documents(lower, [entry for entry in all_documents if entry[0] >= cut])
+
+    def _drop_documents(self, node: Node, documents: list[tuple[int, str]]) -> None:
+        for _, document in documents:
+            nodes = self._by_document.get(document)
+            if nodes is not None:
+                nodes.discard(node)
+                if not nodes:
+                    del self._by_document[document]
 
     def _attach(self, parent: Node, child: Node) -> None:
         if parent.children is None or parent.first_blocks is None:
@@ -409,35 +510,51 @@ class PrefixIndex:
         parent.children[child.keys[:KEY_BYTES]] = child
         insort(parent.first_blocks.setdefault(child.scope, []), child.tokens[: self._stride])
 
-    def evict(self, count: int, pressed_by: str) -> array[int]:
-        """Let go of up to `count` blocks that nobody holds, because `pressed_by` needs room: tails before heads."""
+    def evict(self, count: int, pressed_by: str, demote: Demotion | None = None) -> array[int]:
+        """Let go of up to `count` blocks that nobody holds, because `pressed_by` needs room: tails before heads.
+
+        `demote` sees each run before it is cut: its node, and how many blocks at its end are about to go.
+        """
         freed = array("i")
         while len(freed) < count and (victim := self.order.next_victim(pressed_by)):
             leaf, most = victim
-            freed += self._cut_tail(_as_node(leaf), min(count - len(freed), most), pressed_by)
+            freed += self._cut_tail(_as_node(leaf), min(count - len(freed), most), pressed_by, demote)
         return freed
 
-    def trim(self, owner_name: str) -> array[int]:
+    def trim(self, owner_name: str, demote: Demotion | None = None) -> array[int]:
         """Bring an owner back to its quota, as far as nobody holds its blocks."""
         owner, freed = self.order.owner(owner_name), array("i")
         while owner.excess > 0 and (leaf := self.order.own_victim(owner)):
-            freed += self._cut_tail(_as_node(leaf), min(owner.excess, leaf.num_blocks), owner_name)
+            freed += self._cut_tail(_as_node(leaf), min(owner.excess, leaf.num_blocks), owner_name, demote)
         return freed
 
-    def _cut_tail(self, node: Node, count: int, pressed_by: str) -> array[int]:
+    def _cut_tail(
+        self, node: Node, count: int, pressed_by: str, demote: Demotion | None = None, *, erased: bool = False
+    ) -> array[int]:
         if node.children or node.lock_count:
             raise InvariantError("I4: a node was to be evicted before its children, or while it is held")
+        if demote is not None:
+            demote(node, count)
         freed = node.block_ids[: -count - 1 : -1]
-        self._remember(node.keys[-count * KEY_BYTES :])
+        if not erased:
+            self._remember(node.keys[-count * KEY_BYTES :])
+        gone = [entry for entry in node.documents if entry[0] >= node.end_block - count]
+        if gone:
+            node.documents = node.documents[: -len(gone)]
+            self._drop_documents(node, gone)
         if count == node.num_blocks:
             self._remove_leaf(node)
         else:
             node.tokens = node.tokens[: -count * self._stride]
             node.keys = node.keys[: -count * KEY_BYTES]
             del node.block_ids[-count:]
-        self.order.gone(node, count, pressed_by)
         self.num_blocks -= count
-        self.num_evicted_blocks += count
+        if erased:
+            self.order.count(node.owner, -count)
+            self.num_erased_blocks += count
+        else:
+            self.order.gone(node, count, pressed_by)
+            self.num_evicted_blocks += count
         return freed
 
     def _remove_leaf(self, node: Node) -> None:
@@ -450,9 +567,115 @@ class PrefixIndex:
         del siblings[bisect_left(siblings, node.tokens[: self._stride])]
         if not siblings:
             del parent.first_blocks[node.scope]
+        self._forget_wants(node)
         node.parent = None  # no cycles: the node is freed here, not by a collector that walks the whole tree
         self.num_nodes -= 1
         self._offer(parent)
+
+    def _forget_wants(self, leaf: Node) -> None:
+        """Who wanted a leaf that goes all the same lets go of that leaf alone: its ancestors are let go here."""
+        at = leaf.parent
+        while leaf.num_wanted and at is not None:
+            at.num_wanted -= leaf.num_wanted
+            at = at.parent
+
+    # ------------------------------------------------------------------ documents
+
+    def document_runs(self, selection: Selection) -> Iterator[DocumentRun]:
+        """Where the selected documents stand in the tree. Walks the list of documents."""
+        for key in [key for key in self._by_document if selection.has_document(key)]:
+            for node in self._by_document[key]:
+                if not selection.has_block(node.owner.name, node.scope):
+                    continue
+                starts = sorted({block for block, _ in node.documents} | {node.end_block})
+                for start in (block for block, found in node.documents if found == key):
+                    stop = starts[starts.index(start) + 1]
+                    yield DocumentRun(key.rpartition("\x1f")[2], stop - start, node.hits, node.last_use)
+
+    # ------------------------------------------------------------------ erase
+
+    def erase(self, selection: Selection) -> Erasure:
+        """Take the selected blocks out, and what hangs below them. Walks the tree, or the list of documents."""
+        done = Erasure()
+        for node in self._selected_nodes(selection) if selection.document_ids is None else ():
+            if node.parent is not None and not node.doomed:
+                self._erase_subtree(node, done)
+        if selection.document_ids is not None:
+            for document in [key for key in self._by_document if selection.has_document(key)]:
+                self._erase_document(document, selection, done)
+        return done
+
+    def _selected_nodes(self, selection: Selection) -> list[Node]:
+        return [node for node in self.nodes() if selection.has_block(node.owner.name, node.scope)]
+
+    def _erase_document(self, document: str, selection: Selection, done: Erasure) -> None:
+        for node in list(self._by_document.get(document, ())):
+            if not selection.has_block(node.owner.name, node.scope):
+                continue
+            start = min(block for block, found in node.documents if found == document)
+            if start > node.first_block:
+                self._split(node, start - node.first_block)  # `node` keeps the lower part
+            self._erase_subtree(node, done)
+
+    def _erase_subtree(self, top: Node, done: Erasure) -> None:
+        """Children first. What somebody holds becomes `doomed`, and so do its ancestors up to `top`: they hold it."""
+        subtree = [top]
+        for node in subtree:  # grows while it is walked: parents before children
+            subtree.extend((node.children or {}).values())
+        for node in reversed(subtree):
+            if node.doomed:
+                continue
+            if node.lock_count or node.children:
+                done.num_held += node.num_blocks
+                self._doom(node)
+            else:
+                done.freed += self._cut_tail(node, node.num_blocks, node.owner.name, erased=True)
+
+    def _doom(self, node: Node) -> None:
+        node.doomed = True
+        self.order.discard(node)
+        self._drop_documents(node, node.documents)
+        node.documents = []
+
+    def reap(self) -> array[int]:
+        """The blocks of erased runs that nobody holds any more; the pool may have them back."""
+        freed = array("i")
+        while self._doomed:
+            node = self._doomed.pop(0)  # pushed from the leaf upwards
+            if node.parent is not None and not node.lock_count and not node.children:
+                freed += self._cut_tail(node, node.num_blocks, node.owner.name, erased=True)
+        return freed
+
+    # ------------------------------------------------------------------ below
+
+    def path(self, node: Node, node_blocks: int | None = None) -> Iterator[CachedBlock]:
+        """The blocks from the `node_blocks`-th of a node (the last) up to the root, deepest first."""
+        count = node.num_blocks if node_blocks is None else node_blocks
+        at = node
+        while at is not self.root:
+            documents: dict[int, tuple[str, ...]] = {}
+            for block, key in at.documents:
+                documents[block] = (*documents.get(block, ()), key)
+            for block in range(count - 1, -1, -1):
+                yield CachedBlock(
+                    key=_key_before(at, block + 1),
+                    parent_key=_key_before(at, block),
+                    scope=at.scope,
+                    owner=at.owner.name,
+                    tokens=at.tokens[block * self._stride : (block + 1) * self._stride],
+                    documents=documents.get(at.first_block + block, ()),
+                    depth=at.first_block + block,
+                    hits=at.hits,
+                    block_id=at.block_ids[block],
+                )
+            at = _parent(at)
+            count = at.num_blocks
+
+    def leaves(self) -> Iterator[Node]:
+        """Every node without children: each path ends in one."""
+        return (node for node in self.nodes() if not node.children)
+
+    # ------------------------------------------------------------------ ghosts
 
     def _remember(self, keys: bytes) -> None:
         """Ghosts: keys that were here, so that a later miss can say so."""
@@ -508,15 +731,22 @@ class PrefixIndex:
                 raise InvariantError("I8: a block's key is not that of its prefix")
         if any(ref_count(block_id) != node.lock_count for block_id in node.block_ids):
             raise InvariantError("I3: a node's locks and its blocks' ref_counts differ")
-        if (node in evictable) != (node.lock_count == 0 and not node.children):
+        if (node in evictable) != (node.lock_count == 0 and not node.children and not node.doomed):
             raise InvariantError("I4: a node is evictable without being a leaf that nobody holds, or the reverse")
         if node.first_block != parent.end_block:
             raise InvariantError("I4: a node does not begin where its parent ends")
+        if node.num_wanted < sum(child.num_wanted for child in (node.children or {}).values()):
+            raise InvariantError("I4: a node is wanted, its parent is not")
+        if any(node not in self._by_document.get(document, ()) for _, document in node.documents):
+            raise InvariantError("I8: a document does not know where it is in the tree")
         if parent is not self.root and parent.lock_count < node.lock_count:
             raise InvariantError("I4: a node is held, its parent is not")
         siblings = sorted(c.tokens[: self._stride] for c in (node.children or {}).values())
         if siblings != sorted(t for group in (node.first_blocks or {}).values() for t in group):
             raise InvariantError("I8: the children's first blocks are not those listed")
+
+
+Demotion = Callable[[Node, int], None]
 
 
 @dataclass(slots=True, frozen=True)
@@ -526,6 +756,18 @@ class Insertion:
     node: Node  # the end of the path, locked in place of the one that was passed in
     num_blocks: int  # how many of the given blocks the path now covers
     adopted: array[int]  # the index's own blocks for the first len(adopted) of them
+
+
+@dataclass(slots=True)
+class Erasure:
+    """What an erasure has taken out of sight."""
+
+    freed: array[int] = field(default_factory=lambda: array("i"))  # nobody held them: the pool may have them back
+    num_held: int = 0  # blocks that go when those who hold them let go
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.freed) + self.num_held
 
 
 def _as_node(leaf: Leaf) -> Node:

@@ -4,6 +4,8 @@
                                               GetMetrics, GetCacheView
     gateway (DEALER) ◄── engine (ROUTER)      EngineInfo, Delta, Failure, ProbeResult, EngineStats, Erased,
                                               DocumentStats, EngineMetrics, CacheView
+    operator's command line, over the same    Hello, GetStats, Erase, EvictCache, VerifyCache, Explain
+      socket, one answer a question           OperatorAnswer
 
 Every `Submit` is answered by zero or more `Delta`s and ends with exactly one of: a `Delta` with a
 `finish_reason`, or a `Failure`. An `Abort` is never answered; the engine drops the request silently.
@@ -62,6 +64,7 @@ class Segment(msgspec.Struct, frozen=True):
     scope: bytes
     document_id: str | None = None
     owner: str = ""  # who pays for the blocks of this scope; "": the request's tenant
+    pinned: bool = False  # its KV, and what stands before it, is kept on disk as soon as it has been computed
 
     @classmethod
     def of(cls, kind: SegmentKind, token_ids: Sequence[int], scope: bytes, document_id: str | None = None) -> Segment:
@@ -141,6 +144,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     document_order: Literal["given", "cache"] = "given"  # cache: the engine orders them along the longest cached path
     pin_top: int = 0  # of the given order, so many first documents stay last, next to the question, when reordering
     use_cache: bool = True  # False: neither looks a prefix up nor leaves one behind
+    counted: bool = True  # False: a health probe, left out of `EngineStats`' counts of requests and of their tokens
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -168,13 +172,15 @@ class GetDocumentStats(msgspec.Struct, frozen=True, kw_only=True, tag="get_docum
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Asks for one real decode step; answered by `ProbeResult` once it has been computed."""
+    """Asks for one real step of the model; answered by `ProbeResult` once it has been computed."""
 
     probe_id: str
 
 
 class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     """Answered by `EngineStats`."""
+
+    query_id: str = ""
 
 
 class GetMetrics(msgspec.Struct, frozen=True, tag="get_metrics"):
@@ -191,6 +197,28 @@ class GetCacheView(msgspec.Struct, frozen=True, kw_only=True, tag="get_cache_vie
     max_nodes: int = 200
 
 
+class EvictCache(msgspec.Struct, frozen=True, kw_only=True, tag="evict_cache"):
+    """Let go of cached blocks in the order of eviction, in one tier. → `CacheEvicted`"""
+
+    call_id: str
+    tier: Literal["device", "host", "disk"]
+    num_blocks: int
+
+
+class VerifyCache(msgspec.Struct, frozen=True, kw_only=True, tag="verify_cache"):
+    """Read every payload on disk again, and compute a sample of blocks anew to compare. → `CacheVerified`"""
+
+    call_id: str
+    num_recomputed: int = 4  # paths
+
+
+class Explain(msgspec.Struct, frozen=True, kw_only=True, tag="explain"):
+    """What the cache would give a request now, without running it. → `Explained`, or `Failure`"""
+
+    call_id: str
+    submit: Submit
+
+
 # ---------------------------------------------------------------- engine → gateway
 
 
@@ -205,6 +233,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     max_model_len: int  # tokens, prompt + output
     block_size: int
     num_blocks: int
+    block_bytes: int  # KV of a block, all layers
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     dtype: str
@@ -251,7 +280,10 @@ class Erased(msgspec.Struct, frozen=True, kw_only=True, tag="erased"):
 
 
 class DocumentUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A document as a unit of the cache. Only blocks that hold tokens of it count."""
+    """A document as a unit of the device's cache, added up over every prompt that it stands in.
+
+    Its blocks are those from where it starts to the next document, or to the end of its run in the tree.
+    """
 
     document_id: str
     num_blocks: int
@@ -265,6 +297,64 @@ class DocumentUse(msgspec.Struct, frozen=True, kw_only=True):
 class DocumentStats(msgspec.Struct, frozen=True, kw_only=True, tag="document_stats"):
     query_id: str
     documents: tuple[DocumentUse, ...]  # those of the asked ones that are in the cache
+
+
+class CacheEvicted(msgspec.Struct, frozen=True, kw_only=True, tag="cache_evicted"):
+    call_id: str
+    num_blocks: int
+
+
+class CacheVerified(msgspec.Struct, frozen=True, kw_only=True, tag="cache_verified"):
+    """`num_unreadable` blocks were dropped: counted misses from now on. `num_different` must be 0."""
+
+    call_id: str
+    num_read: int
+    num_unreadable: int
+    num_recomputed: int  # blocks
+    num_different: int  # of these, beyond the tolerance of the dtype
+
+
+class ExplainedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of prompt tokens in one place."""
+
+    start: int  # token
+    end: int
+    place: str  # device, host, disk, or why it has to be computed
+
+
+class Explained(msgspec.Struct, frozen=True, kw_only=True, tag="explained"):
+    call_id: str
+    parts: tuple[ExplainedPart, ...]
+
+
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier below the device, since the engine's start and now."""
+
+    name: str
+    state: str  # ready, loading
+    num_slots: int
+    num_blocks: int
+    block_bytes: int
+    bytes_written: int
+    bytes_read: int
+    num_evicted: int
+    num_read_errors: int = 0
+    num_write_errors: int = 0
+    num_restored: int = 0
+    num_rejected: int = 0
+    bandwidth: float = 0.0  # bytes per second, as measured when reading; 0: not yet
+    owner_blocks: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+
+
+class IndexStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The journal of the index in Redis."""
+
+    state: str  # loading, ok, away, stale
+    num_pending: int
+    lag_seconds: float
+    num_published: int
+    num_failures: int
+    num_resyncs: int
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
@@ -289,6 +379,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     num_cached_tokens: int
     num_computed_tokens: int  # prefill + decode, as run on the device, recomputation included
     num_output_tokens: int
+    tiers: tuple[TierStats, ...] = ()
+    index: IndexStats | None = None  # None: without a disk tier
+    query_id: str = ""  # of the question that this answers
 
 
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True, tag="metrics"):
@@ -353,7 +446,21 @@ class CacheView(msgspec.Struct, frozen=True, kw_only=True, tag="cache_view"):
     requests: tuple[RequestView, ...]
 
 
-ClientMessage = Hello | Submit | Abort | Probe | GetStats | Erase | GetDocumentStats | GetMetrics | GetCacheView
+ClientMessage = (
+    Hello
+    | Submit
+    | Abort
+    | Probe
+    | GetStats
+    | GetDocumentStats
+    | Erase
+    | EvictCache
+    | VerifyCache
+    | Explain
+    | GetMetrics
+    | GetCacheView
+)
 EngineMessage = (
     EngineInfo | Delta | Failure | ProbeResult | EngineStats | Erased | DocumentStats | EngineMetrics | CacheView
 )
+OperatorAnswer = EngineInfo | EngineStats | Failure | Erased | CacheEvicted | CacheVerified | Explained

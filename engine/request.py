@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from enum import Enum
 
+from engine.erasure import Selection, document_key
 from engine.prefix_index import Node
 from engine.protocol import PromptAccount, SamplingParams, Segment, Submit, unpack_tokens
 from engine.scoped_tokens import ScopedTokens
 
 
+@dataclass(slots=True, frozen=True)
+class SwappedBlocks:
+    """What a preempted request had for itself, in private slots of the host tier."""
+
+    first_block: int  # of its table
+    num_tokens: int  # from the start of the prompt, whose KV was in place
+    slots: list[int]
+
+
 class RequestState(Enum):
     WAITING = "waiting"  # holds no block
-    PARKED = "parked"  # neither; another request is computing the next block it needs
+    PARKED = "parked"  # neither; the next block it needs is being computed by another request, or read from the disk
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -33,9 +44,12 @@ class Request:
         "account",
         "arrival",
         "awaited_key",
+        "awaited_read",
         "block_table",
         "cached_hint",
         "chooses_order",
+        "counted",
+        "disk_keys",
         "document_order",
         "indexable",
         "lacked_room",
@@ -44,20 +58,24 @@ class Request:
         "num_computed_tokens",
         "num_indexed_blocks",
         "num_prompt_tokens",
+        "num_reads",
         "num_resets",
         "pending_keys",
         "pin_top",
         "policy",
         "priority",
+        "read_deadline",
         "request_id",
         "sampling",
         "seed",
         "segments",
         "state",
         "submitted_segments",
+        "swapped",
         "tenant_id",
         "token_ids",
         "tokens",
+        "wanted_node",
     )
 
     def __init__(self, submit: Submit, block_size: int, arrival: int, seed: int) -> None:
@@ -75,7 +93,7 @@ class Request:
         self.policy = submit.policy
         self.priority = submit.priority
         self.num_bypasses = 0  # times a later request of its tenant went first
-        self.tokens = ScopedTokens(block_size, self._spans())
+        self.tokens = ScopedTokens(block_size, self._spans(), self.documents())
         self.token_ids: list[int] = unpack_tokens(bytes(self.tokens.packed))
         self.num_prompt_tokens = len(self.token_ids)
         self.state = RequestState.WAITING
@@ -85,20 +103,52 @@ class Request:
         self.block_table: array[int] = array("i")
         self.num_computed_tokens = 0
         self.indexable = submit.use_cache
+        self.counted = submit.counted
         self.node: Node | None = None  # the locked end of its path in the index
         self.num_indexed_blocks = 0
         self.pending_keys: list[bytes] = []  # keys of full prompt blocks from num_indexed_blocks on
         self.awaited_key: bytes | None = None  # a block that another request is computing right now
+        self.wanted_node: Node | None = None  # what it is going to need, while it waits
+        self.awaited_read: bytes | None = None  # a block that is being read from the disk for it
+        self.read_deadline = 0.0
+        self.num_reads = 0  # times it waited for the disk
+        self.disk_keys: set[bytes] = set()  # blocks that came from there for it
+        self.swapped: SwappedBlocks | None = None
         self.cached_hint: tuple[int, int] | None = None  # (version of the index, tokens found then)
         self.lacked_room: tuple[int, int] | None = None  # (version of the index, blocks that could be had then)
 
     def _spans(self) -> list[tuple[bytes, bytes, str]]:
         return [(segment.tokens, segment.scope, segment.owner or self.tenant_id) for segment in self.segments]
 
+    def documents(self) -> list[tuple[int, str]]:
+        """(first token, key) of each document, as they stand in the prompt."""
+        found: list[tuple[int, str]] = []
+        position = 0
+        for segment in self.segments:
+            if segment.document_id is not None and len(segment):
+                found.append((position, document_key(segment.owner or self.tenant_id, segment.document_id)))
+            position += len(segment)
+        return found
+
+    def is_concerned(self, selection: Selection) -> bool:
+        """Whether what this request computes belongs to what is being erased."""
+        if selection.document_ids is not None and not any(selection.has_document(key) for _, key in self.documents()):
+            return False
+        return any(selection.has_block(segment.owner or self.tenant_id, segment.scope) for segment in self.segments)
+
+    @property
+    def num_pinned_tokens(self) -> int:
+        """Tokens up to the end of the last pinned segment."""
+        position = pinned = 0
+        for segment in self.segments:
+            position += len(segment)
+            pinned = position if segment.pinned else pinned
+        return pinned
+
     def arrange(self, segments: tuple[Segment, ...], order: tuple[int, ...]) -> None:
         """The same segments in another order, before anything of the request has been computed."""
         self.segments, self.document_order = segments, order
-        self.tokens = ScopedTokens(self.tokens.block_size, self._spans())
+        self.tokens = ScopedTokens(self.tokens.block_size, self._spans(), self.documents())
         self.token_ids = unpack_tokens(bytes(self.tokens.packed))
 
     @property
@@ -117,6 +167,7 @@ class Request:
         """Back to holding nothing, without a word to a cache that no longer exists."""
         self.block_table = array("i")
         self.num_computed_tokens = self.num_indexed_blocks = 0
-        self.node = None
+        self.node = self.wanted_node = None
         self.pending_keys = []
-        self.awaited_key = None
+        self.awaited_key = self.awaited_read = None
+        self.swapped = None

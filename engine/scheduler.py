@@ -13,8 +13,8 @@ one token, a fresh one lacks its prompt, a preempted one lacks prompt and output
        back (full ones stay in the index) and waits again. The first in rank is never preempted for another, and it
        fits into the pool alone (the engine checks that on arrival), so it always finishes: no livelock.
 
-A request whose next block is being computed by another one is parked and comes back when that block is there: a
-burst of one prompt is computed once.
+A request whose next block is being computed by another one, or read from the disk, is parked and comes back when that
+block is there: a burst of one prompt is computed once, and reading goes on beside the prefill of the others.
 
 Two alternatives rejected: prefill steps that exclude decoding (every prompt then stalls every stream), and chunks
 that fill the budget exactly (the same prompt would be cut elsewhere each time, and its KV differ in the last bits).
@@ -25,10 +25,10 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
-from engine.batch import BlockCopy, ScheduledSequence, SchedulerOutput
+from engine.batch import ScheduledSequence, SchedulerOutput
 from engine.errors import InvariantError
 from engine.fair_queue import FairQueue
-from engine.kv_cache_manager import KVCacheManager
+from engine.kv_cache_manager import Admission, KVCacheManager
 from engine.request import Request, RequestState
 
 
@@ -63,8 +63,14 @@ class Scheduler:
         """Everyone who is not in the batch, in order of arrival."""
         return sorted(self.queue.requests() + self.parked, key=lambda request: request.arrival)
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether a parked request waits for the disk."""
+        return any(request.awaited_read is not None for request in self.parked)
+
     def add(self, request: Request) -> None:
         request.state = RequestState.WAITING
+        self.manager.look_ahead(request)
         self.manager.set_policy(request.tenant_id, request.policy)
         self.queue.add(request)
 
@@ -125,7 +131,7 @@ class Scheduler:
             raise InvariantError(f"I1: request {victim.request_id} does not fit into the pool alone")
         self.running.remove(victim)
         self.queue.stop(victim)
-        self.manager.free(victim)
+        self.manager.preempt(victim)
         step.drop(victim)
         self.num_preemptions += 1
         self.add(victim)
@@ -153,24 +159,23 @@ class Scheduler:
         if self.manager.still_lacks_room(request):
             return False
         self.manager.arrange_documents(request)
-        match = self.manager.get_computed_blocks(request)
-        if self.manager.is_awaiting(request, match):
+        prefix = self.manager.plan(request)
+        if self.manager.is_awaiting(request, prefix):
             self.queue.remove(request)
             request.state = RequestState.PARKED
             self.parked.append(request)
             return True
-        if not self.manager.can_admit(request, match, reserve=len(self.running)):
+        if not self.manager.can_admit(request, prefix, reserve=len(self.running)):
             return False
-        if self._chunk(request, match.num_tokens if match else 0) > step.budget:
+        if self._chunk(request, prefix.num_tokens if prefix else 0) > step.budget:
             return False
-        copy = self.manager.admit(request, match)
+        admission = self.manager.admit(request, prefix)
         count = self._chunk(request)
         if count > step.budget or not self.manager.allocate_slots(request, count):
-            self.manager.free(request)  # a copy that found no room made the chunk longer
+            self.manager.back_out(request)  # a copy that found no room made the chunk longer
             return False
         self._start(request)
-        if copy is not None:
-            step.copies[request.request_id] = copy
+        step.admissions[request] = admission
         self._add_to_step(request, count, step)
         return True
 
@@ -188,7 +193,7 @@ class _Step:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.counts: dict[Request, int] = {}
-        self.copies: dict[str, BlockCopy] = {}
+        self.admissions: dict[Request, Admission] = {}
 
     def add(self, request: Request, count: int) -> None:
         self.counts[request] = count
@@ -196,11 +201,16 @@ class _Step:
 
     def drop(self, request: Request) -> None:
         self.budget += self.counts.pop(request, 0)
-        self.copies.pop(request.request_id, None)
+        self.admissions.pop(request, None)
 
     def output(self) -> SchedulerOutput:
         sequences = [_sequence(request, count) for request, count in self.counts.items()]
-        return SchedulerOutput(sequences, list(self.copies.values()))
+        admissions = self.admissions.values()
+        return SchedulerOutput(
+            sequences,
+            copies=[admission.copy for admission in admissions if admission.copy is not None],
+            fetches=[fetch for admission in admissions for fetch in admission.fetches],
+        )
 
 
 def _lacks(request: Request) -> int:

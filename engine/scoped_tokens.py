@@ -7,10 +7,13 @@
 
 A block's scope is that of its last token. Scopes only narrow along a prompt, so that is the narrowest of every
 token up to the block's end. Output takes the prompt's last scope.
+
+A document is remembered where it starts: everything from that block on has attended to it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from engine.errors import InvalidRequestError
@@ -23,12 +26,18 @@ TOKEN_BYTES = 4
 class ScopedTokens:
     """Token ids, packed, and the scope of each block. Grows at its end only."""
 
-    __slots__ = ("_end_blocks", "_owners", "_scopes", "block_size", "packed", "stride")
+    __slots__ = ("_documents", "_end_blocks", "_owners", "_scopes", "block_size", "packed", "stride")
 
-    def __init__(self, block_size: int, spans: Iterable[tuple[bytes, bytes, str]]) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        spans: Iterable[tuple[bytes, bytes, str]],
+        documents: Iterable[tuple[int, str]] = (),
+    ) -> None:
         """`spans`: (packed tokens, scope, owner), in prompt order; adjacent spans of one scope are joined.
 
-        The owner is who pays for the scope's blocks; one scope has one owner.
+        The owner is who pays for the scope's blocks; one scope has one owner. `documents`: (first token, document
+        key), in prompt order.
         """
         self.block_size = block_size
         self.stride = block_size * TOKEN_BYTES  # bytes of tokens in a block
@@ -36,6 +45,7 @@ class ScopedTokens:
         self._scopes: list[bytes] = []
         self._end_blocks: list[int] = []  # [i]: the first block beyond span i
         self._owners: dict[bytes, str] = {}
+        self._documents = [(token // block_size, key) for token, key in documents]
         for tokens, scope, owner in spans:
             if len(scope) != SCOPE_BYTES:
                 raise InvalidRequestError(f"a scope must have {SCOPE_BYTES} bytes, not {len(scope)}", param="segments")
@@ -56,6 +66,7 @@ class ScopedTokens:
         longer = ScopedTokens.__new__(ScopedTokens)
         longer.block_size, longer.stride = self.block_size, self.stride
         longer.packed = self.packed + tokens
+        longer._documents = self._documents
         longer._scopes, longer._end_blocks, longer._owners = self._scopes[:], self._end_blocks[:], {**self._owners}
         longer._close_span(scope, owner)
         return longer
@@ -94,6 +105,12 @@ class ScopedTokens:
     def owner(self, scope: bytes) -> str:
         """Who pays for blocks of this scope."""
         return self._owners[scope]
+
+    def documents_between(self, first: int, last: int) -> list[tuple[int, str]]:
+        """(block, document key) of the documents that start in the blocks [first, last)."""
+        if not self._documents:
+            return []
+        return self._documents[bisect_left(self._documents, (first,)) : bisect_left(self._documents, (last,))]
 
     def block_tokens(self, block: int) -> bytes:
         return bytes(self.packed[block * self.stride : (block + 1) * self.stride])

@@ -2,9 +2,9 @@
 
     serve():   ┌─► 1. receive   every message that has arrived (waits only when there is nothing to compute)
                │   2. expire    clients that have fallen silent: their requests are aborted
-               │   3. probe     health checks that nobody else's decode step will answer
+               │   3. probe     health checks that nobody else's step will answer
                │   4. step      engine.step() → deltas and failures, each to the client that asked
-               └── 5. rest      idle for a while: full garbage collection, integrity walk
+               └── 5. idle      blocks move between the tiers; after a while: garbage collection, integrity walk
 
 Contract
 - Request ids are a client's own: inside the engine they are `c<client>/<id>`, so two gateways never collide.
@@ -48,24 +48,36 @@ from engine.errors import (
 )
 from engine.protocol import (
     Abort,
+    CacheEvicted,
+    CacheVerified,
     CacheView,
     ClientMessage,
     Delta,
+    DocumentStats,
     EngineInfo,
     EngineMessage,
     EngineMetrics,
     EngineStats,
+    Erase,
+    Erased,
+    EvictCache,
+    Explain,
+    Explained,
+    ExplainedPart,
     Failure,
     GetCacheView,
+    GetDocumentStats,
     GetMetrics,
     GetStats,
     Hello,
+    OperatorAnswer,
     Probe,
     ProbeResult,
     SamplingParams,
     Segment,
     SegmentKind,
     Submit,
+    VerifyCache,
 )
 from engine.scoped_tokens import SCOPE_BYTES
 
@@ -74,6 +86,7 @@ logger = logging.getLogger(__name__)
 SILENCE_LIMIT = 15.0  # seconds without a message (clients say Hello every 3) before a client counts as gone
 REST_AFTER = 5.0  # idle seconds before garbage collection and the integrity walk
 EXPIRE_EVERY = 1.0  # seconds
+BUSY_PAUSE = 0.002  # seconds between two looks while blocks move in the background
 SEND_QUEUE = 16_384  # messages that may wait for one client
 RECEIVE_BATCH = 4_096  # messages taken between two steps at most
 PROBE_ID = "_probe"
@@ -94,6 +107,30 @@ class ServedEngine(Protocol):
     def has_work(self) -> bool: ...
 
     def step(self) -> list[Delta | Failure]: ...
+
+    def idle(self) -> bool:
+        """Background work while there are no requests; True when more is to come soon."""
+        ...
+
+    def persist(self) -> None:
+        """Begin to bring what only the device holds to the disk, in `idle`."""
+        ...
+
+    def erase(self, erase: Erase) -> Erased:
+        """Raises a RadixgateError when it cannot be made safe."""
+        ...
+
+    def evict(self, evict: EvictCache) -> int: ...
+
+    def verify(self, num_paths: int) -> CacheVerified:
+        """Blocks until it is done."""
+        ...
+
+    def explain(self, submit: Submit) -> list[ExplainedPart]:
+        """Raises RequestError as `add_request` does."""
+        ...
+
+    def document_stats(self, query: GetDocumentStats) -> DocumentStats: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -146,6 +183,7 @@ class EngineServer:
         endpoint: str,
         *,
         drain_seconds: float = 30.0,
+        persist_when_idle: bool = False,
         silence_limit: float = SILENCE_LIMIT,
         send_queue: int = SEND_QUEUE,
         clock: Callable[[], float] = time.monotonic,
@@ -154,6 +192,8 @@ class EngineServer:
         self.engine = engine
         self.counters = ServerCounters()
         self._drain_seconds = drain_seconds
+        self._persist_when_idle = persist_when_idle
+        self._pause = BUSY_PAUSE
         self._silence_limit = silence_limit
         self._clock = clock
         self._clients: dict[bytes, _Client] = {}
@@ -203,13 +243,13 @@ class EngineServer:
         """Runs until a stop has been asked for and drained. Closes the socket."""
         try:
             while not self._drained():
-                self._receive(wait=not self.engine.has_work())
+                self._receive(wait=0.0 if self.engine.has_work() else self._pause)
                 self._expire_clients()
                 self._start_probe()
                 if self.engine.has_work():
                     self._step()
                 else:
-                    self._rest()
+                    self._idle()
             self._fail_all(ShuttingDownError("the engine is shutting down"))
         finally:
             self._context.destroy(linger=1_000)
@@ -233,10 +273,16 @@ class EngineServer:
     def _step(self) -> None:
         self._last_work = self._clock()
         self._rested = False
+        computed_before = self.engine.stats().num_computed_tokens if self._probes else 0
         outputs = self.engine.step()
         for output in outputs:
             self._deliver(output)
-        self._settle_probes(outputs)
+        if self._probes or self._probe_running:
+            self._settle_probes(outputs, self.engine.stats().num_computed_tokens > computed_before)
+
+    def _idle(self) -> None:
+        self._pause = BUSY_PAUSE if self.engine.idle() else EXPIRE_EVERY
+        self._rest()
 
     def _rest(self) -> None:
         """Work that scans everything is done here or not at all: nothing may scan the tree on the step."""
@@ -245,12 +291,14 @@ class EngineServer:
         self._rested = True
         gc.collect()
         self.engine.check_integrity()
+        if self._persist_when_idle:
+            self.engine.persist()
 
     # ------------------------------------------------------------ in
 
-    def _receive(self, *, wait: bool) -> None:
-        timeout_ms = int(EXPIRE_EVERY * 1_000) if wait else 0
-        ready = dict(self._poller.poll(timeout_ms))
+    def _receive(self, *, wait: float) -> None:
+        """Take what has arrived, after waiting up to `wait` seconds for the first."""
+        ready = dict(self._poller.poll(int(wait * 1_000)))
         if self._wake_read in ready:
             os.read(self._wake_read, 512)
         for _ in range(RECEIVE_BATCH):
@@ -280,11 +328,31 @@ class EngineServer:
             case Probe():
                 self._probes.append((identity, message.probe_id))
             case GetStats():
-                self._send(client, self.engine.stats())
+                self._send(client, msgspec.structs.replace(self.engine.stats(), query_id=message.query_id))
             case GetMetrics():
                 self._send(client, EngineMetrics(query_id=message.query_id, text=self.engine.metrics_text()))
             case GetCacheView():
                 self._send(client, self.engine.cache_view(message))
+            case GetDocumentStats():
+                self._send(client, self.engine.document_stats(message))
+            case Erase() | EvictCache() | VerifyCache() | Explain():
+                self._send(client, self._call(message))
+
+    def _call(self, call: Erase | EvictCache | VerifyCache | Explain) -> OperatorAnswer:
+        """What an operator asks of the cache: rare, answered at once, by the id of the call."""
+        try:
+            match call:
+                case Erase():
+                    return self.engine.erase(call)
+                case EvictCache():
+                    return CacheEvicted(call_id=call.call_id, num_blocks=self.engine.evict(call))
+                case VerifyCache():
+                    done = self.engine.verify(call.num_recomputed)
+                    return msgspec.structs.replace(done, call_id=call.call_id)
+                case Explain():
+                    return Explained(call_id=call.call_id, parts=tuple(self.engine.explain(call.submit)))
+        except RadixgateError as error:
+            return _failure(call.erase_id if isinstance(call, Erase) else call.call_id, error)
 
     def _handle_malformed(self, client: _Client, payload: bytes, why: str) -> None:
         self.counters.num_malformed += 1
@@ -319,6 +387,11 @@ class EngineServer:
         except RadixgateError as error:
             self._send(client, _failure(request_id, error))
             return
+        except Exception as error:  # what a client sends must not end the engine
+            logger.exception("a request of client %d is not what the engine understands", client.number)
+            refusal = InvalidRequestError(f"the engine cannot take this request: {type(error).__name__}: {error}")
+            self._send(client, _failure(request_id, refusal))
+            return
         client.requests[request_id] = engine_id
         self._owners[engine_id] = (client, request_id)
 
@@ -333,12 +406,11 @@ class EngineServer:
             self._forget(client, request_id)
         self._send(client, msgspec.structs.replace(output, request_id=request_id))
 
-    def _send(self, client: _Client, message: EngineMessage) -> None:
+    def _send(self, client: _Client, message: EngineMessage | OperatorAnswer) -> None:
         if client.owed:
             self._flush_owed(client)
         if client.owed:
-            if isinstance(message, Failure):
-                client.owed.append(message)
+            self._owe(client, message)
             return
         match self._try_send(client.identity, message):
             case _Sent.YES:
@@ -348,7 +420,7 @@ class EngineServer:
             case _Sent.GONE:
                 self._drop_client(client, "is gone")
 
-    def _try_send(self, identity: bytes, message: EngineMessage) -> _Sent:
+    def _try_send(self, identity: bytes, message: EngineMessage | OperatorAnswer) -> _Sent:
         try:
             self._socket.send_multipart([identity, self._encode(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -359,17 +431,25 @@ class EngineServer:
             return _Sent.GONE
         return _Sent.YES
 
-    def _punish_slow(self, client: _Client, message: EngineMessage) -> None:
+    def _punish_slow(self, client: _Client, message: EngineMessage | OperatorAnswer) -> None:
         """The message is lost, so whatever it belonged to can only fail; the client learns it when it reads again."""
         self.counters.num_slow_clients += 1
         logger.warning("client %d does not read: its %d requests are aborted", client.number, len(client.requests))
-        error = EngineStepError("the gateway did not read its answers fast enough")
         lost = set(client.requests)
         if isinstance(message, (Delta, Failure)):
             lost.add(message.request_id)
         for request_id in lost:
             self._abort(client, request_id)
-            client.owed.append(_failure(request_id, error))
+            client.owed.append(_not_read(request_id))
+
+    def _owe(self, client: _Client, message: EngineMessage | OperatorAnswer) -> None:
+        """It cannot be sent yet. The end of a request is kept; a text with a hole in it ends as an error; any other
+        answer is lost, and whoever waits for it asks again (answers are found by the question's id)."""
+        if isinstance(message, Delta):
+            self._abort(client, message.request_id)
+            message = _not_read(message.request_id)
+        if isinstance(message, Failure):
+            client.owed.append(message)
 
     def _flush_owed(self, client: _Client) -> None:
         while client.owed and self._try_send(client.identity, client.owed[0]) is _Sent.YES:
@@ -421,7 +501,8 @@ class EngineServer:
     # ------------------------------------------------------------ health
 
     def _start_probe(self) -> None:
-        """A probe is answered by the next decode step. Only an idle engine needs a request of its own for that."""
+        """A probe is answered by the next step that computes tokens, in the middle of a long prefill, too. Only an idle
+        engine needs a request of its own for that."""
         if not self._probes or self._probe_running or self.engine.has_work():
             return
         try:
@@ -431,13 +512,13 @@ class EngineServer:
         else:
             self._probe_running = True
 
-    def _settle_probes(self, outputs: list[Delta | Failure]) -> None:
+    def _settle_probes(self, outputs: list[Delta | Failure], has_computed: bool) -> None:
         if any(output.request_id == PROBE_ID and _is_last(output) for output in outputs):
             self._probe_running = False
         failure = next((out for out in outputs if isinstance(out, Failure) and out.code == EngineStepError.code), None)
         if failure is not None:
             self._answer_probes(ok=False, message=failure.message)
-        elif any(isinstance(output, Delta) for output in outputs):
+        elif has_computed:
             self._answer_probes(ok=True)
 
     def _answer_probes(self, *, ok: bool, message: str = "") -> None:
@@ -461,6 +542,10 @@ def _failure(request_id: str, error: RadixgateError) -> Failure:
     return Failure(request_id=request_id, code=error.code, message=error.message, param=error.param)
 
 
+def _not_read(request_id: str) -> Failure:
+    return _failure(request_id, EngineStepError("the gateway did not read its answers fast enough"))
+
+
 def _probe_request() -> Submit:
     return Submit(
         request_id=PROBE_ID,
@@ -468,6 +553,7 @@ def _probe_request() -> Submit:
         segments=(Segment.of(SegmentKind.QUESTION, [0], PROBE_SCOPE),),
         sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         use_cache=False,
+        counted=False,
     )
 
 

@@ -32,6 +32,7 @@ from msgspec import Meta
 from engine.errors import ConfigError
 
 Bytes = Annotated[int, Meta(ge=1, title="bytes")]  # may be written "1GiB", "512MiB", "64KiB"
+Size = Annotated[int, Meta(ge=0, title="bytes")]  # the same, or 0
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -73,6 +74,16 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     output_token_weight: Annotated[float, Meta(ge=0)] = 2.0
     ghost_entries: NotNegative = 65536  # evicted keys that are remembered
     threads: NotNegative = 0  # torch's; 0: the machine's cores
+
+
+class TierSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where blocks go that leave the device. Nothing below a device without a prefix cache."""
+
+    host_memory: Size = 512 << 20  # bytes of RAM; 0: no tier below the device
+    disk_size: Size = 2 << 30  # bytes of a file in the data directory; 0: no disk tier
+    write_through_hits: Positive = 2  # used again that often, a block goes to disk while it is still on the device
+    ttl_days: Positive = 14  # what was not used for so long is not restored at a start
+    persist_when_idle: bool = True  # bring everything to the disk when the engine rests
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +140,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
+    tiers: TierSettings = TierSettings()
     store: StoreSettings = StoreSettings()
     security: SecuritySettings = SecuritySettings()
     usage: UsageSettings = UsageSettings()
@@ -230,7 +242,7 @@ def environ_name(key: str) -> str:
 
 def _from_text(key: str, text: object) -> object:
     """An environment variable's value. Lists and tables are JSON; a plain word stays text and is converted by type."""
-    if not isinstance(text, str) or KNOWN_KEYS.get(key) in (str, Path, Bytes):
+    if not isinstance(text, str) or KNOWN_KEYS.get(key) in (str, Path, Bytes, Size):
         return text
     try:
         return json.loads(text)
@@ -240,7 +252,7 @@ def _from_text(key: str, text: object) -> object:
 
 def _convert(key: str, value: object, source: str, *, strict: bool) -> object:
     _refuse_unknown(key, value, source)
-    if KNOWN_KEYS[key] == Bytes and isinstance(value, str):
+    if KNOWN_KEYS[key] in (Bytes, Size) and isinstance(value, str):
         value = _parse_size(key, value, source)
     try:
         return msgspec.convert(value, type=KNOWN_KEYS[key], strict=strict, dec_hook=_decode_path)
@@ -309,6 +321,11 @@ def _check(settings: Settings) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", settings.engine.device):
         raise ConfigError(
             f"engine.device: {settings.engine.device!r} is not one of auto, cpu, cuda, cuda:N", param="engine.device"
+        )
+    if settings.tiers.disk_size and not settings.tiers.host_memory:
+        raise ConfigError(
+            "tiers.disk_size: blocks reach the disk through host memory; set tiers.host_memory, or this to 0",
+            param="tiers.disk_size",
         )
     _check_budget(settings.engine)
     _check_chunks(settings.retrieval)

@@ -75,6 +75,7 @@ def _record(scope: HTTPScope, context: RequestContext, status: int, seconds: flo
         time_to_first_token=timing.time_to_first_token,
         queue_seconds=timing.queue_seconds,
         seconds_saved=timing.seconds_saved,
+        retrieval=timing.retrieval,
         prepare_seconds=timing.prepare_seconds,
         traceparent=_header(scope, b"traceparent"),
         token_intervals=timing.intervals,

@@ -18,6 +18,8 @@ from gateway.chat_response import ChatCompletionResponse, CompletionHeader
 from gateway.drain import Drain
 from gateway.engine_port import Engine
 from gateway.http_io import HttpRequest, raw_body, tenant_of
+from gateway.request_context import request_context
+from gateway.request_timing import RequestTiming
 from gateway.served_model import ServedModel, ServedModels, num_tokens
 from gateway.tenants import Tenant, narrow_scope
 
@@ -36,7 +38,9 @@ class ChatCompletions:
         self._drain = drain
         self._max_choices = max_choices
 
-    async def respond(self, raw: bytes, content_type: str, tenant: Tenant) -> ChatCompletionResponse:
+    async def respond(
+        self, raw: bytes, content_type: str, tenant: Tenant, timing: RequestTiming
+    ) -> ChatCompletionResponse:
         """Raises whatever can be known to be wrong before the engine is asked."""
         if self._drain.draining:
             raise ShuttingDownError("The server is shutting down.")
@@ -45,7 +49,8 @@ class ChatCompletions:
         if request.body.model != model.info.model:
             raise ModelNotFoundError(f"The model `{request.body.model[:200]}` does not exist.", param="model")
         scope = narrow_scope(tenant.scope, request.narrowing)
-        documents = await self._retriever.documents(request, tenant, scope, model)
+        with timing.retrieving():
+            documents = await self._retriever.documents(request, tenant, scope, model)
         documents, segments = await _build_prompt(request, documents, scope, model)
         max_tokens = model.max_tokens(request, num_tokens(segments))
         if request.body.min_tokens > max_tokens:
@@ -73,7 +78,8 @@ def chat_route(chat: ChatCompletions) -> HTTPRouteHandler:
     @post("/chat/completions", status_code=200)
     async def create_chat_completion(request: HttpRequest) -> ASGIApp:
         tenant = tenant_of(request)
-        return await chat.respond(await raw_body(request), request.headers.get("content-type", ""), tenant)
+        timing = request_context(request.scope).timing
+        return await chat.respond(await raw_body(request), request.headers.get("content-type", ""), tenant, timing)
 
     return create_chat_completion
 

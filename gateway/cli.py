@@ -1,4 +1,4 @@
-"""The command `radixgate`: serve, demo, doctor, key, version, and what `gateway/operations_cli.py` adds.
+"""The command `radixgate`: serve, demo, doctor, key, cache, version, and what `gateway/operations_cli.py` adds.
 
 Settings come in the same order everywhere: defaults, the TOML file, the environment, flags. Exit codes: 0 done or
 stopped on request, 2 the settings or the model cannot be used, 1 everything else.
@@ -18,6 +18,7 @@ from pathlib import Path
 from engine.errors import ConfigError, RadixgateError
 from engine.settings import Settings, load_settings
 from gateway.auth import hash_api_key, load_or_create_secret, new_api_key
+from gateway.cache_command import add_cache_command
 from gateway.demo import run_demo
 from gateway.doctor import run_doctor
 from gateway.first_run import completed, demo_key_path, operator_password_path
@@ -82,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     key = commands.add_parser("key", help="make an API key, and the hash that goes into the settings")
     _add_setting_flags(key)
     key.set_defaults(command=_key)
+
+    cache = commands.add_parser("cache", help="look into the KV cache of a running engine, prove it, or erase from it")
+    add_cache_command(cache, _add_setting_flags, settings_of)
 
     OperationsCommands(settings_of, _add_setting_flags).add_to(commands)
     add_lint_command(commands)

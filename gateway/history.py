@@ -5,7 +5,7 @@
 
     radixgate:h:m:MINUTE:WHO    hash: field → sum         WHO: a tenant's id, or `*` for all of them together
     radixgate:h:h:HOUR:WHO      the same by hour
-    radixgate:h:t:HOUR          hash: TENANT ␟ field → sum, a few fields: who was active, for the list of tenants
+    radixgate:h:t:HOUR:WHAT     sorted set: tenant → requests, prompt, cached or output tokens: who was active
     radixgate:h:x:WHO:REASON    list: the latest misses for a reason, as JSON
     radixgate:h:d:DAY:WHO:WHAT  sorted set: document → requests, tokens or cached tokens; the top ones are kept
 
@@ -30,7 +30,7 @@ from gateway.request_record import RequestRecord, hit_class, miss_reason
 from gateway.store_client import Command, StoreClient
 
 EVERYONE = "*"
-SEPARATOR = "\x1f"
+TENANT_SUMS = ("requests", "prompt", "cached", "output")
 FLUSH_SECONDS = 1.0
 MAX_CELLS = 200_000
 EXAMPLES = 20  # kept for each tenant and reason
@@ -72,13 +72,13 @@ class HistoryWriter:
         self._ttls = {"m": _MINUTE_TTL, "h": retention_days * 86_400, "t": retention_days * 86_400, "d": 8 * 86_400}
         self._losses = losses
         self._sums: Counter[Cell] = Counter()
-        self._documents: Counter[Cell] = Counter()
+        self._ranks: Counter[Cell] = Counter()  # of sorted sets: tenants, documents
         self._examples: dict[tuple[str, str], deque[MissExample]] = {}
 
     def request_finished(self, record: RequestRecord) -> None:
         if record.tenant_id is None or not record.model or not self._store.configured:
             return
-        if len(self._sums) + len(self._documents) >= MAX_CELLS:
+        if len(self._sums) + len(self._ranks) >= MAX_CELLS:
             self._losses.history_dropped(1)
             return
         fields = Counter(dict(fields_of(record)))
@@ -87,9 +87,8 @@ class HistoryWriter:
                 self._add(key, fields)
             self._add_documents(record, who)
             self._add_example(record, who)
-        prefix = record.tenant_id + SEPARATOR
-        active = {prefix + name: fields[name] for name in ("requests", "prompt", "cached", "output")}
-        self._add(tenants_key(int(record.time) // 3600), active)
+        for what in TENANT_SUMS:
+            self._ranks[Cell(tenants_key(int(record.time) // 3600, what), record.tenant_id)] += fields[what]
 
     def _add(self, key: str, fields: dict[str, int]) -> None:
         for name, value in fields.items():
@@ -101,7 +100,7 @@ class HistoryWriter:
         for share in record.documents:
             counts = {"n": 1, "tokens": share.num_tokens, "cached": share.num_cached_tokens}
             for what, count in counts.items():
-                self._documents[Cell(document_key(day, who, what), share.document_id)] += count
+                self._ranks[Cell(document_key(day, who, what), share.document_id)] += count
 
     def _add_example(self, record: RequestRecord, who: str) -> None:
         if record.account is None or record.miss is None:
@@ -133,17 +132,17 @@ class HistoryWriter:
     async def flush(self) -> None:
         """Writes what has come together; keeps it if the store is away."""
         sums, self._sums = self._sums, Counter()
-        documents, self._documents = self._documents, Counter()
+        ranks, self._ranks = self._ranks, Counter()
         examples, self._examples = self._examples, {}
         if not sums:
             return
         try:
-            await self._store.fetch(*_sum_commands(sums, self._ttls), *_document_commands(documents, self._ttls["d"]))
+            await self._store.fetch(*_sum_commands(sums, self._ttls), *_rank_commands(ranks, self._ttls))
             await self._store.fetch(*_example_commands(examples, self._ttls["d"]))
         except StoreUnavailableError:
             # What was half written may be counted twice: a chart bears that, a bill would not.
             self._sums.update(sums)
-            self._documents.update(documents)
+            self._ranks.update(ranks)
             self._examples = {**examples, **self._examples}
 
 
@@ -154,12 +153,14 @@ def _sum_commands(sums: Counter[Cell], ttls: dict[str, int]) -> Iterator[Command
         yield ("EXPIRE", key, ttls[key.split(":")[2]])
 
 
-def _document_commands(documents: Counter[Cell], ttl: int) -> Iterator[Command]:
-    for cell, value in documents.items():
+def _rank_commands(ranks: Counter[Cell], ttls: dict[str, int]) -> Iterator[Command]:
+    for cell, value in ranks.items():
         yield ("ZINCRBY", cell.key, value, cell.field)
-    for key in {cell.key for cell in documents}:
-        yield ("ZREMRANGEBYRANK", key, 0, -MAX_DOCUMENTS - 1)
-        yield ("EXPIRE", key, ttl)
+    for key in {cell.key for cell in ranks}:
+        kind = key.split(":")[2]
+        if kind == "d":
+            yield ("ZREMRANGEBYRANK", key, 0, -MAX_DOCUMENTS - 1)
+        yield ("EXPIRE", key, ttls[kind])
 
 
 def _example_commands(examples: dict[tuple[str, str], deque[MissExample]], ttl: int) -> Iterator[Command]:
@@ -202,8 +203,8 @@ def hour_key(hour: int, who: str) -> str:
     return f"radixgate:h:h:{hour}:{who}"
 
 
-def tenants_key(hour: int) -> str:
-    return f"radixgate:h:t:{hour}"
+def tenants_key(hour: int, what: str) -> str:
+    return f"radixgate:h:t:{hour}:{what}"
 
 
 def examples_key(who: str, reason: str) -> str:

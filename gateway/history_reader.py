@@ -13,7 +13,7 @@ import msgspec
 
 from gateway.history import (
     EVERYONE,
-    SEPARATOR,
+    TENANT_SUMS,
     TTFT_EDGES_MS,
     MissExample,
     document_key,
@@ -22,7 +22,7 @@ from gateway.history import (
     minute_key,
     tenants_key,
 )
-from gateway.request_record import HIT_CLASSES, HitClass
+from gateway.request_record import HitClass
 from gateway.store_client import StoreClient
 
 _MAX_MINUTES = 6 * 60  # of a span that is read by the minute; longer ones by the hour
@@ -111,6 +111,13 @@ class TenantRow(NamedTuple):
     sums: Sums
 
 
+class TenantPage(NamedTuple):
+    rows: list[TenantRow]
+    num_rows: int  # on all pages
+    page: int
+    num_pages: int
+
+
 class DocumentRow(NamedTuple):
     document_id: str
     num_requests: int
@@ -133,17 +140,33 @@ class HistoryReader:
         answers = await self._store.fetch(*(("HGETALL", key(bucket, who or EVERYONE)) for bucket in buckets))
         return [Point(bucket * step, Sums(_counts(answer))) for bucket, answer in zip(buckets, answers, strict=True)]
 
-    async def tenants(self, span: Span, now: float | None = None) -> list[TenantRow]:
-        """Who was active, most prompt tokens first. In whole hours."""
+    async def tenants(self, span: Span, search: str, page: int, page_rows: int, now: float | None = None) -> TenantPage:
+        """Who was active, most prompt tokens first, in whole hours; of those whose id contains `search`, one page.
+
+        The store adds up the hours; only the page's own tenants are read in full.
+        """
         now = time.time() if now is None else now
         last = int(now) // 3600
         hours = range(last - math.ceil(span.minutes / 60), last + 1)
-        rows: dict[str, Sums] = {}
-        for answer in await self._store.fetch(*(("HGETALL", tenants_key(hour)) for hour in hours)):
-            for name, count in _counts(answer).items():
-                tenant, _, what = name.rpartition(SEPARATOR)
-                rows.setdefault(tenant, Sums()).counts[what] += count
-        return sorted((TenantRow(*row) for row in rows.items()), key=lambda row: -row.sums.prompt)
+        keys = [tenants_key(hour, "prompt") for hour in hours]
+        union = (await self._store.fetch(("ZUNION", len(keys), *keys)))[0]
+        names = [name.decode() for name in reversed(cast("Sequence[bytes]", union))]
+        found = [name for name in names if search.lower() in name.lower()]
+        num_pages = max(1, -(-len(found) // page_rows))
+        page = min(max(page, 1), num_pages)
+        shown = found[(page - 1) * page_rows : page * page_rows]
+        return TenantPage(await self._tenant_rows(hours, shown), len(found), page, num_pages)
+
+    async def _tenant_rows(self, hours: range, names: Sequence[str]) -> list[TenantRow]:
+        if not names:
+            return []
+        places = [(hour, what) for hour in hours for what in TENANT_SUMS]
+        answers = await self._store.fetch(*(("ZMSCORE", tenants_key(hour, what), *names) for hour, what in places))
+        sums = [Sums() for _ in names]
+        for (_, what), answer in zip(places, answers, strict=True):
+            for tenant, score in zip(sums, cast("Sequence[bytes | None]", answer), strict=True):
+                tenant.counts[what] += 0 if score is None else int(float(score))
+        return [TenantRow(name, tenant) for name, tenant in zip(names, sums, strict=True)]
 
     async def documents(self, who: str | None, count: int, now: float | None = None) -> list[DocumentRow]:
         """Of today and yesterday, most used first."""
@@ -174,10 +197,6 @@ def total(points: Iterable[Point]) -> Sums:
     for point in points:
         counts.update(point.sums.counts)
     return Sums(counts)
-
-
-def ttft_groups() -> tuple[HitClass, ...]:
-    return HIT_CLASSES
 
 
 def _counts(answer: object) -> Counter[str]:

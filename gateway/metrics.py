@@ -21,7 +21,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from gateway.request_record import RequestRecord, hit_class
@@ -155,7 +155,7 @@ def _forget_dead_workers(directory: Path) -> None:
     for file in directory.glob("gauge_live*.db"):
         match = _LIVE_FILE.fullmatch(file.name)
         if match is not None and not _alive(int(match[1])):
-            mark_process_dead(int(match[1]), str(directory))
+            file.unlink(missing_ok=True)
 
 
 def _alive(pid: int) -> bool:

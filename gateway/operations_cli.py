@@ -1,16 +1,18 @@
-"""The commands with which a server is run: config, reload, password, top, backup, restore, support-bundle."""
+"""The commands with which a server is run: config, reload, top, backup, restore, support-bundle, bench, password."""
 
 from __future__ import annotations
 
 import argparse
 import getpass
+import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol
 
 from engine.errors import ConfigError
 from engine.settings import Settings, masked
@@ -20,9 +22,14 @@ from gateway.supervisor import running_supervisor
 from gateway.support_bundle import run_support_bundle
 from gateway.top import run_top
 
-Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 ReadSettings = Callable[[argparse.Namespace], Settings]
 AddFlags = Callable[[argparse.ArgumentParser], None]
+
+
+class Subparsers(Protocol):
+    """What `add_subparsers` gives; argparse's own name for it is private."""
+
+    def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser: ...  # noqa: A002
 
 
 class OperationsCommands:
@@ -38,6 +45,10 @@ class OperationsCommands:
         show = self._command(config, "show", "print the settings, secrets masked", self._show)
         show.add_argument("--effective", action="store_true", help="with defaults, not only what was set")
         self._command(commands, "reload", "let a running server read its settings again", self._reload)
+        bench = commands.add_parser("bench", help="run one of the benches of a source checkout")
+        bench.add_argument("name", help="index, serve, overhead, soak, …")
+        bench.add_argument("arguments", nargs=argparse.REMAINDER)
+        bench.set_defaults(command=self._bench)
         password = commands.add_parser("password", help="make the hash of an operator's password for the dashboard")
         password.set_defaults(command=self._password)
         top = self._command(commands, "top", "watch a running server", self._top)
@@ -87,6 +98,12 @@ class OperationsCommands:
         os.kill(pid, signal.SIGHUP)
         print(f"asked {pid} to reload; its log says how it went")
         return 0
+
+    def _bench(self, arguments: argparse.Namespace) -> int:
+        module = f"bench.{arguments.name}"
+        if importlib.util.find_spec("bench") is None or importlib.util.find_spec(module) is None:
+            raise ConfigError(f"there is no {module} here: benches come with the source, run this in its directory")
+        return subprocess.run([sys.executable, "-m", module, *arguments.arguments], check=False).returncode
 
     def _password(self, _: argparse.Namespace) -> int:
         password = getpass.getpass("password: ") if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n")

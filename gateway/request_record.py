@@ -61,6 +61,7 @@ class RequestRecord:
     time_to_first_token: float | None
     queue_seconds: float | None
     seconds_saved: float
+    retrieval: tuple[float, float] | None  # from when to when, in seconds since its arrival
     prepare_seconds: float | None  # until its prompt went to the engine
     traceparent: str  # as the caller sent it; "": none
     token_intervals: Sequence[float]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from engine.protocol import Delta
 
@@ -16,6 +18,7 @@ class RequestTiming:
         "intervals",
         "prepare_seconds",
         "queue_seconds",
+        "retrieval",
         "seconds_saved",
         "time_to_first_token",
     )
@@ -27,7 +30,16 @@ class RequestTiming:
         self.intervals: list[float] = []  # between the tokens of one choice
         self.prepare_seconds: float | None = None
         self.queue_seconds: float | None = None
+        self.retrieval: tuple[float, float] | None = None  # from when to when, in seconds since the request's arrival
         self.seconds_saved = 0.0
+
+    @contextmanager
+    def retrieving(self) -> Generator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.retrieval = (begin - self._started, time.monotonic() - self._started)
 
     def submitted(self) -> None:
         """The prompt is ready and goes to the engine."""

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.errors import EngineUnavailableError
 from engine.settings import Settings
 from gateway.metrics_routes import load_or_create_metrics_token
-from gateway.supervisor import local_url
+from gateway.supervisor import DIRECT, local_url
 
 Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 _SECONDS = 10.0
@@ -26,7 +26,7 @@ class ServerClient:
         """Raises EngineUnavailableError when nobody answers, or answers otherwise than with 200."""
         request = urllib.request.Request(f"{self.url}{path}", headers={"authorization": f"Bearer {self._token}"})
         try:
-            with urllib.request.urlopen(request, timeout=_SECONDS) as response:
+            with DIRECT.open(request, timeout=_SECONDS) as response:
                 body: bytes = response.read()
                 return body
         except (urllib.error.URLError, ConnectionError, TimeoutError) as error:

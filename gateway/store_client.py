@@ -167,7 +167,10 @@ class StoreClient:
         return (await self.fetch(script.command(keys, arguments)))[0]
 
     async def _pipeline(self, client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[object]:
-        answers = await _execute(client, commands)
+        try:
+            answers = await _execute(client, commands)
+        finally:
+            _keep_cancelled()
         # Nothing was run for these: sending them again, with their text, runs them once.
         unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
         if unknown:
@@ -185,7 +188,7 @@ async def _execute(client: redis.asyncio.Redis, commands: Sequence[Command]) -> 
     async with client.pipeline(transaction=False) as pipeline:
         for command in commands:
             pipeline.execute_command(*command)  # pyright: ignore[reportUnknownMemberType]
-        answers = cast("list[object]", await pipeline.execute(raise_on_error=False))  # pyright: ignore[reportUnknownMemberType]
+        answers = cast("list[object]", await pipeline.execute(raise_on_error=False))
     for answer in answers:
         if isinstance(answer, RedisError) and not isinstance(answer, ResponseError):
             raise answer
@@ -195,13 +198,23 @@ async def _execute(client: redis.asyncio.Redis, commands: Sequence[Command]) -> 
 
 
 def _connect(url: str, timeout: float) -> redis.asyncio.Redis:
-    return redis.asyncio.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
+    client = redis.asyncio.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
         url,
         socket_timeout=timeout,
         socket_connect_timeout=max(timeout, 1.0),
         retry=Retry(NoBackoff(), 0),
         protocol=2,
     )
+    # Answers as the protocol has them: what the client makes of them differs between its versions.
+    client.response_callbacks.clear()
+    return client
+
+
+def _keep_cancelled() -> None:
+    """The client turns a cancellation into a connection error: whoever cancelled would wait for ever."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _refusal(answer: object) -> StoreUnavailableError | None:

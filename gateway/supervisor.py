@@ -72,7 +72,7 @@ EXIT_FAILED = 1
 SUCCESSOR_SECONDS = 60.0  # that a new gateway may take to get ready
 GATEWAY = "gateway"
 
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy's 127.0.0.1 is not ours
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy's 127.0.0.1 is not ours
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
@@ -144,7 +144,7 @@ class Supervisor:
     async def _start(self) -> None:
         self._listener = listen(self._settings.server.host, self._settings.server.port)
         shutil.rmtree(self._metrics_dir, ignore_errors=True)  # counts of an earlier run
-        self._metrics_dir.mkdir(mode=0o700)
+        self._metrics_dir.mkdir(mode=0o700, exist_ok=True)
         if not self._settings.store.url:
             await self._start_store()
         for name in (*(name for name in self._commands if name != GATEWAY), *self._gateways):
@@ -365,7 +365,7 @@ def local_url(settings: Settings) -> str:
 def ready_model(readyz_url: str) -> str | None:
     """The served model's name once /readyz says 200, else None."""
     try:
-        with _DIRECT.open(readyz_url, timeout=READYZ_TIMEOUT) as response:
+        with DIRECT.open(readyz_url, timeout=READYZ_TIMEOUT) as response:
             body = msgspec.json.decode(response.read(), type=dict[str, object])
     except (urllib.error.URLError, ConnectionError, TimeoutError, msgspec.DecodeError):
         return None

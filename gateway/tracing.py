@@ -1,7 +1,8 @@
 """OpenTelemetry spans of finished requests, by the GenAI semantic conventions. Off unless `tracing.endpoint` is set.
 
     traceparent of the caller ─┐
-                               └─ chat MODEL ──┬── prepare      authentication, prompt, tokenization, retrieval
+                               └─ chat MODEL ──┬── prepare      authentication, prompt, tokenization
+                                               ├── retrieve     documents for it (inside prepare)
                                                ├── queue        in the engine, until the first step
                                                └── generate     first step to last token
 
@@ -92,8 +93,11 @@ def span_times(record: RequestRecord) -> list[tuple[str, int, int]]:
     prepared = begin + (record.prepare_seconds or 0.0)
     # What lies between the end of the queue and the first token is prefill, which belongs to generating.
     started = min(prepared + record.queue_seconds, first)
+    parts = [("prepare", _nano(begin), _nano(prepared))]
+    if record.retrieval is not None:
+        parts.append(("retrieve", _nano(begin + record.retrieval[0]), _nano(begin + record.retrieval[1])))
     return [
-        ("prepare", _nano(begin), _nano(prepared)),
+        *parts,
         ("queue", _nano(prepared), _nano(started)),
         ("generate", _nano(started), _nano(end)),
     ]

@@ -12,6 +12,7 @@ and cost a launch and a merge each.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class PrefixGroup:
 
 
 def find_groups(
-    block_tables: Sequence[list[int]],
+    block_tables: Sequence[array[int]],
     seq_lens: Sequence[int],
     candidates: Sequence[int],  # the sequences that may share: those with one new token
     block_size: int,
@@ -61,7 +62,7 @@ def find_groups(
     return [group for part in _split(block_tables, candidates, 0) for group in best(part, 0)]
 
 
-def _split(block_tables: Sequence[list[int]], members: Sequence[int], depth: int) -> list[list[int]]:
+def _split(block_tables: Sequence[array[int]], members: Sequence[int], depth: int) -> list[list[int]]:
     """Members by their block at `depth`; those that end before have nothing to share there."""
     parts: defaultdict[int, list[int]] = defaultdict(list)
     for member in members:

@@ -55,7 +55,7 @@ def draw_tree(nodes: Sequence[PrefixNode]) -> list[TreeBox]:
     length = max((node.first_token + node.num_tokens for node in nodes), default=0)
     owners = {owner: i % NUM_COLORS for i, owner in enumerate(dict.fromkeys(node.owner for node in nodes))}
     boxes: list[TreeBox] = []
-    pending = [(None, 0.0, float(TREE_HEIGHT))]
+    pending: list[tuple[int | None, float, float]] = [(None, 0.0, float(TREE_HEIGHT))]
     while pending:
         parent, y, height = pending.pop()
         total = sum(weights[child.node] for child in children[parent])

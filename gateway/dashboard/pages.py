@@ -16,8 +16,8 @@ from engine.protocol import CacheView
 from engine.settings import UsageSettings
 from gateway.dashboard.drawings import draw_blocks, draw_tree
 from gateway.engine_port import Engine
-from gateway.history_reader import MISS_REASONS, HistoryReader, Point, Span, Sums, total, ttft_groups
-from gateway.request_record import COMPUTED_CLASSES
+from gateway.history_reader import MISS_REASONS, HistoryReader, Point, Span, Sums, total
+from gateway.request_record import COMPUTED_CLASSES, HIT_CLASSES, HitClass
 
 Value = TypeVar("Value")
 Context = dict[str, object]
@@ -67,7 +67,7 @@ class Pages:
             "savings": self._savings(sums),
             "hit_chart": _hit_chart(points),
             "ttft_chart": _ttft_chart(points),
-            "ttft_rows": [_ttft_row(sums, group) for group in ttft_groups()],
+            "ttft_rows": [_ttft_row(sums, group) for group in HIT_CLASSES],
             "token_chart": _token_chart(points),
             "misses": _miss_rows(sums),
             "examples": {reason: examples.get(reason, []) for reason in MISS_REASONS},
@@ -116,19 +116,8 @@ class Pages:
     # ------------------------------------------------------------ tenants
 
     async def tenants(self, span: Span, search: str, page: int) -> Context:
-        rows = await _or_none(self._history.tenants(span))
-        if rows is None:
-            return {"history_away": True}
-        found = [row for row in rows if search.lower() in row.tenant_id.lower()]
-        num_pages = max(1, -(-len(found) // PAGE_ROWS))
-        page = min(max(page, 1), num_pages)
-        return {
-            "rows": found[(page - 1) * PAGE_ROWS : page * PAGE_ROWS],
-            "num_rows": len(found),
-            "page": page,
-            "num_pages": num_pages,
-            "search": search,
-        }
+        found = await _or_none(self._history.tenants(span, search, page, PAGE_ROWS))
+        return {"history_away": True} if found is None else {"search": search, **found._asdict()}
 
 
 async def _or_none(answer: Awaitable[Value]) -> Value | None:
@@ -181,14 +170,13 @@ def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 1)
 
 
-def _ttft_row(sums: Sums, group: str) -> dict[str, object]:
-    name = next(known for known in ttft_groups() if known == group)
+def _ttft_row(sums: Sums, group: HitClass) -> dict[str, object]:
     return {
-        "group": name,
-        "count": sums.ttft_count(name),
-        "mean": sums.ttft_mean(name),
-        "p50": sums.ttft_quantile(name, 0.5),
-        "p95": sums.ttft_quantile(name, 0.95),
+        "group": group,
+        "count": sums.ttft_count(group),
+        "mean": sums.ttft_mean(group),
+        "p50": sums.ttft_quantile(group, 0.5),
+        "p95": sums.ttft_quantile(group, 0.95),
     }
 
 

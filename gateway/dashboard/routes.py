@@ -22,7 +22,7 @@ from litestar.datastructures import Cookie, State
 from litestar.exceptions import HTTPException
 from litestar.plugins.jinja import JinjaTemplateEngine
 from litestar.response import Redirect, Template
-from litestar.static_files import create_static_files_router
+from litestar.static_files import create_static_files_router  # pyright: ignore[reportUnknownVariableType]
 from litestar.template.config import TemplateConfig
 
 from engine.errors import NotFoundError
@@ -210,7 +210,8 @@ def dashboard_router(settings: Settings, engine: Engine, tenants: TenantDirector
 def template_config() -> TemplateConfig[JinjaTemplateEngine]:
     """Autoescaping is the engine's default: document ids and tenant names are other people's text."""
     engine = JinjaTemplateEngine(directory=_HERE / "templates")
-    engine.engine.filters.update(FILTERS)
+    for name, function in FILTERS.items():
+        engine.engine.filters[name] = function  # pyright: ignore[reportUnknownMemberType]
     return TemplateConfig(instance=engine)
 
 

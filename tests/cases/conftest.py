@@ -13,6 +13,7 @@ import pytest
 
 from engine.client import EngineClient
 from engine.engine import LLMEngine
+from engine.measured_engine import MeasuredEngine
 from engine.protocol import EngineStats
 from engine.server import EngineServer
 from engine.settings import EngineSettings
@@ -59,7 +60,7 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, vocab_size=256)  # bytes only: it never ends by itself
     settings = EngineSettings(max_num_seqs=16, max_num_batched_tokens=512, prefill_chunk_size=128)
     engine = LLMEngine(info, settings, runner)
-    server = EngineServer(engine, f"ipc://{tmp_path}/engine.sock", drain_seconds=0)
+    server = EngineServer(MeasuredEngine(engine), f"ipc://{tmp_path}/engine.sock", drain_seconds=0)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:

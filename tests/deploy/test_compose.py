@@ -53,7 +53,9 @@ def specification() -> dict[str, object]:
 def test_it_follows_the_compose_specification() -> None:
     document = compose()
     del document["name"]  # younger than this schema
-    errors = [error.message for error in Draft201909Validator(specification()).iter_errors(document)]
+    errors = [
+        error.message for error in Draft201909Validator(specification()).iter_errors(json.loads(json.dumps(document)))
+    ]
     assert errors == []
 
 
@@ -101,7 +103,7 @@ def test_ports_are_on_loopback_and_engine_and_store_have_none() -> None:
     assert set(published) == {"gateway", "grafana"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
     assert table(table(compose()["networks"])["backend"])["internal"] is True
-    for name in ("engine", "engine-gpu", "redis", "prometheus"):
+    for name in ("engine", "engine-gpu", "embedder", "redis", "prometheus"):
         wanted = services()[name]["networks"]
         assert list(table(wanted) if isinstance(wanted, dict) else strings(wanted)) == ["backend"]
 
@@ -181,6 +183,7 @@ def test_its_commands_make_a_service_as_plain_processes(tmp_path: Path) -> None:
         "@redis:6379": f"@127.0.0.1:{store_port}",
         "//0.0.0.0:5555": f"//127.0.0.1:{engine_port}",
         "//engine:5555": f"//127.0.0.1:{engine_port}",
+        "//embedder:5556": f"//127.0.0.1:{free_port()}",
     }
     write_tiny_model("llama", tmp_path / "model")
     for name in ("redis", "engine", "gateway"):

@@ -8,13 +8,20 @@ from dataclasses import dataclass, field
 from engine.errors import ContextLengthExceededError, EngineStepError
 from engine.protocol import (
     PROTOCOL_VERSION,
+    CacheVerified,
     CacheView,
     Delta,
+    DocumentStats,
     EngineInfo,
     EngineStats,
+    Erase,
+    Erased,
+    EvictCache,
+    ExplainedPart,
     Failure,
     FinishReason,
     GetCacheView,
+    GetDocumentStats,
     PromptAccount,
     Submit,
     unpack_tokens,
@@ -32,16 +39,24 @@ class EchoRequest:
 
 @dataclass
 class EchoEngine:
-    """`step_seconds` makes it slow, `failing` makes its steps fail, `held` makes it compute nothing."""
+    """`step_seconds` makes it slow, `failing` makes its steps fail, `held` makes it compute nothing, `prefilling` makes
+    it compute without a delta."""
 
     incarnation: str = "first"
     step_seconds: float = 0.0
     failing: bool = False
     held: bool = False
+    prefilling: bool = False
     requests: dict[str, EchoRequest] = field(default_factory=dict[str, EchoRequest])
     submitted: list[Submit] = field(default_factory=list[Submit])
     aborted: list[str] = field(default_factory=list[str])
+    explained: list[Submit] = field(default_factory=list[Submit])
     num_integrity_checks: int = 0
+    num_persists: int = 0
+    num_computed_tokens: int = 0
+    num_different: int = 0  # blocks that a verification finds wrong
+    tokenizer_json: bytes = b"{}"
+    chat_template: str = ""
 
     def add_request(self, submit: Submit) -> None:
         ids = [token_id for segment in submit.segments for token_id in unpack_tokens(segment.tokens)]
@@ -61,14 +76,15 @@ class EchoEngine:
         return bool(self.requests)
 
     def step(self) -> list[Delta | Failure]:
-        time.sleep(0.001 if self.held else self.step_seconds)
+        time.sleep(0.001 if self.held or self.prefilling else self.step_seconds)
         if self.held:
             return []
         if self.failing:
             failed = list(self.requests)
             self.requests.clear()
             return [Failure(request_id=name, code=EngineStepError.code, message="device lost") for name in failed]
-        return [self._next(name) for name in list(self.requests)]
+        self.num_computed_tokens += len(self.requests)
+        return [] if self.prefilling else [self._next(name) for name in list(self.requests)]
 
     def _next(self, request_id: str) -> Delta:
         request = self.requests[request_id]
@@ -82,8 +98,30 @@ class EchoEngine:
             text=request.prompt[position],
             num_output_tokens=request.num_output_tokens,
             account=PromptAccount(cold=len(request.prompt)) if position == 0 else None,
+            document_order=(1, 0) if position == 0 else None,
             finish_reason=FinishReason.LENGTH if finished else None,
         )
+
+    def idle(self) -> bool:
+        return False
+
+    def persist(self) -> None:
+        self.num_persists += 1
+
+    def erase(self, erase: Erase) -> Erased:
+        return Erased(erase_id=erase.erase_id, num_blocks=3, num_by_tier={"device": 1, "host": 1, "disk": 1})
+
+    def evict(self, evict: EvictCache) -> int:
+        return evict.num_blocks
+
+    def verify(self, num_paths: int) -> CacheVerified:
+        return CacheVerified(
+            call_id="", num_read=5, num_unreadable=0, num_recomputed=num_paths, num_different=self.num_different
+        )
+
+    def explain(self, submit: Submit) -> list[ExplainedPart]:
+        self.explained.append(submit)
+        return [ExplainedPart(start=0, end=4, place="cold")]
 
     def check_integrity(self) -> bool:
         self.num_integrity_checks += 1
@@ -99,18 +137,24 @@ class EchoEngine:
             max_model_len=MAX_MODEL_LEN,
             block_size=16,
             num_blocks=64,
+            block_bytes=1024,
             eos_token_ids=(0,),
             vocab_size=0x110000,
             dtype="float32",
             device="cpu",
-            tokenizer_json=b"{}",
-            chat_template="",
+            tokenizer_json=self.tokenizer_json,
+            chat_template=self.chat_template,
             special_tokens={},
         )
 
     def stats(self) -> EngineStats:
-        counts = dict.fromkeys(EngineStats.__struct_fields__[1:], 0)
-        return EngineStats(incarnation=self.incarnation, **{**counts, "num_running": len(self.requests)})
+        fields = [name for name in EngineStats.__struct_fields__ if name.startswith("num_")]
+        counts = {**dict.fromkeys(fields, 0), "num_running": len(self.requests)}
+        counts["num_computed_tokens"] = self.num_computed_tokens
+        return EngineStats(incarnation=self.incarnation, **counts)  # pyright: ignore[reportArgumentType]
+
+    def document_stats(self, query: GetDocumentStats) -> DocumentStats:
+        return DocumentStats(query_id=query.query_id, documents=())
 
     def metrics_text(self) -> bytes:
         return f"echo_requests {len(self.requests)}\n".encode()

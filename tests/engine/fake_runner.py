@@ -3,15 +3,20 @@
 The "KV" of a position is a hash of the KV before it (read through the block table) and the position's token; the next
 token is drawn from the KV of the last position. A block that is shared wrongly, copied too late, reused too early or
 left unwritten therefore changes the text, and a poisoned slot is noticed where it is read.
+
+Blocks that move between the tiers move as bytes, so that a payload that is torn or another's changes the text, too.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import xxhash
 
-from engine.batch import ScheduledSequence, SchedulerOutput
+from engine.batch import ScheduledSequence, SchedulerOutput, TransferReport
+from engine.sampler import NonFiniteLogitsError
+from engine.tiers.host_slab import HostSlab
 
 POISON: int | None = None  # what a slot holds that nobody may read
 
@@ -36,6 +41,9 @@ class PoisonedSlotError(Exception):
     """A slot was read that nobody had written, or whose block had been given back."""
 
 
+SLOT = struct.Struct("<QQ")  # 1 and the state; 0 and anything: nobody wrote it
+
+
 class FakeRunner:
     """Keeps one integer a slot. `fail_next`, when set, is raised by the next step."""
 
@@ -46,16 +54,58 @@ class FakeRunner:
         self.fail_next: Exception | None = None
         self.num_computed_tokens = 0
         self.outputs: list[SchedulerOutput] = []
+        self.host: HostSlab | None = None
+        self.fetch_seconds = 1e-6  # what a fetch is said to take, a block
+        self._num_transfers = 0
+        self._fetched = 0
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * SLOT.size
 
     def execute(self, output: SchedulerOutput) -> list[int | None]:
         self.outputs.append(output)
+        self._num_transfers += bool(output.offloads or output.fetches)
+        if self.fail_next is not None and not isinstance(self.fail_next, NonFiniteLogitsError):
+            error, self.fail_next = self.fail_next, None
+            raise error
+        self._transfer(output)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
+        return [self._run(sequence) for sequence in output.sequences]
+
+    def _transfer(self, output: SchedulerOutput) -> None:
+        for offload in output.offloads:
+            assert self.host is not None
+            self.host.slot(offload.host_slot)[:] = self.pack(offload.block_id)
+        self._copy(output)
+        for fetch in output.fetches:
+            assert self.host is not None
+            self.unpack(bytes(self.host.slot(fetch.host_slot)), fetch.block_id)
+        self._fetched += len(output.fetches)
+
+    def _copy(self, output: SchedulerOutput) -> None:
         for copy in output.copies:
             src, dst = copy.src * self.block_size, copy.dst * self.block_size
             self.slots[dst : dst + copy.num_slots] = self.slots[src : src + copy.num_slots]
-        return [self._run(sequence) for sequence in output.sequences]
+
+    def transfer_report(self) -> TransferReport:
+        fetched, self._fetched = self._fetched, 0
+        return TransferReport(self._num_transfers, fetched * self.block_bytes, fetched * self.fetch_seconds)
+
+    def is_same_block(self, block_id: int, payload: memoryview) -> bool:
+        return self.pack(block_id) == bytes(payload)
+
+    def pack(self, block_id: int) -> bytes:
+        start = block_id * self.block_size
+        states = self.slots[start : start + self.block_size]
+        return b"".join(SLOT.pack(state is not None, state or 0) for state in states)
+
+    def unpack(self, payload: bytes, block_id: int) -> None:
+        start = block_id * self.block_size
+        states = [state if written == 1 else POISON for written, state in SLOT.iter_unpack(payload)]
+        self.slots[start : start + self.block_size] = states
 
     def _run(self, sequence: ScheduledSequence) -> int | None:
         # Attention reads every earlier position, so each of them must be alive.

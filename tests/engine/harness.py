@@ -20,6 +20,7 @@ from engine.protocol import (
     pack_tokens,
 )
 from engine.settings import EngineSettings
+from engine.tiers.tiered_cache import TieredCache
 from tests.engine.fake_runner import FakeRunner
 
 VOCAB = 256
@@ -46,6 +47,7 @@ def engine_info(num_blocks: int, block_size: int, max_model_len: int) -> EngineI
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,
+        block_bytes=1024,
         eos_token_ids=(EOS,),
         vocab_size=VOCAB,
         dtype="none",
@@ -67,6 +69,7 @@ class Harness:
         token_budget: int = 32,
         chunk: int = 16,
         caching: bool = True,
+        tiers: TieredCache | None = None,
     ) -> None:
         settings = EngineSettings(
             block_size=block_size,
@@ -77,6 +80,9 @@ class Harness:
         )
         self.runner = FakeRunner(num_blocks, block_size, VOCAB - 1)  # never draws EOS
         self.engine = LLMEngine(engine_info(num_blocks, block_size, num_blocks * block_size), settings, self.runner)
+        if tiers is not None:
+            self.runner.host = tiers.host_slab
+            self.engine.attach_tiers(tiers)
         self.texts: dict[str, str] = {}
         self.accounts: dict[str, PromptAccount] = {}
         self.orders: dict[str, tuple[int, ...] | None] = {}
@@ -96,17 +102,25 @@ class Harness:
         *,
         public: int = 0,
         use_cache: bool = True,
+        counted: bool = True,
         name: str = "",
         tenant: str = "t",
         policy: TenantPolicy | None = None,
         priority: int = 0,
+        document: str | None = None,
+        pinned: bool = False,
     ) -> str:
-        """The first `public` tokens are in the public scope (and the public's), the rest in `scope`."""
+        """The first `public` tokens are in the public scope (and the public's), the rest in `scope`.
+
+        With `document` that rest is a document of the tenant.
+        """
         self._names += 1
         name = name or f"r{self._names}"
         parts = [(prompt[:public], PUBLIC, SegmentKind.SYSTEM), (prompt[public:], scope, SegmentKind.QUESTION)]
         segments = tuple(
-            Segment(kind, pack_tokens(part), who, owner="public" if who == PUBLIC else "")
+            Segment(kind, pack_tokens(part), who, owner="public")
+            if who == PUBLIC
+            else Segment(kind, pack_tokens(part), who, document, pinned=pinned)
             for part, who, kind in parts
             if part
         )
@@ -120,6 +134,7 @@ class Harness:
                 policy=policy or TenantPolicy(),
                 priority=priority,
                 use_cache=use_cache,
+                counted=counted,
             )
         )
         return name
@@ -148,7 +163,9 @@ class Harness:
             self.step()
         raise AssertionError(f"still busy after {max_steps} steps: no progress")
 
-    def generate(self, prompt: Sequence[int], max_tokens: int = 4, scope: bytes = SCOPE_A, **options: int) -> list[int]:
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int = 4, scope: bytes = SCOPE_A, **options: object
+    ) -> list[int]:
         """One request alone, to its end."""
         name = self.submit(prompt, max_tokens, scope, **options)  # type: ignore[arg-type]
         self.run()

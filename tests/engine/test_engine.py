@@ -104,6 +104,26 @@ def test_use_cache_false_neither_finds_nor_leaves_anything() -> None:
     assert harness.accounts[again].num_cached_tokens == 0
 
 
+def test_a_health_probe_is_in_no_count_of_requests_and_tokens() -> None:
+    """I9: with probes among them the metrics said more than all usage together."""
+    harness = Harness()
+    harness.submit([1, 2, 3], max_tokens=2)
+    harness.run()
+    before = harness.engine.stats()
+    harness.submit([1, 2, 3], max_tokens=2, use_cache=False, counted=False)
+    harness.run()
+    aborted, failed = (harness.submit([4, 5], use_cache=False, counted=False) for _ in range(2))
+    harness.engine.abort_request(aborted)
+    harness.runner.fail_next = RuntimeError("device lost")
+    harness.run()
+    assert list(harness.failures) == [failed]
+    after = harness.engine.stats()
+    of_the_device = ("num_steps", "num_step_failures", "num_computed_tokens")
+    kept = {name: getattr(before, name) for name in of_the_device}
+    assert msgspec.structs.replace(after, **kept) == before
+    assert after.num_computed_tokens > before.num_computed_tokens
+
+
 def test_the_account_sums_to_the_prompt_and_is_taken_once_under_preemption() -> None:
     """vllm#25780, sglang#11900: recomputation counted as hits, cached above prompt."""
     rng = random.Random(3)

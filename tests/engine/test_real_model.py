@@ -29,7 +29,7 @@ from engine.load_progress import no_progress
 from engine.model_runner import ModelRunner
 from engine.protocol import Failure, PromptAccount, SamplingParams, Segment, SegmentKind, Submit
 from engine.sampler import Sampler
-from engine.settings import EngineSettings, ModelSettings, Settings, StoreSettings
+from engine.settings import EngineSettings, ModelSettings, Settings, StoreSettings, TierSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -56,6 +56,7 @@ class RealEngine:
         settings = Settings(
             model=ModelSettings(dtype=dtype),
             store=StoreSettings(data_dir=data_dir),
+            tiers=TierSettings(host_memory=0, disk_size=0),
             engine=EngineSettings(
                 device="cpu",
                 block_size=block_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -24,18 +25,22 @@ from engine.errors import (
     ShuttingDownError,
 )
 from engine.protocol import (
+    ClientMessage,
     Delta,
     EngineInfo,
     EngineMessage,
     Failure,
     FinishReason,
+    GetStats,
     Hello,
+    OperatorAnswer,
+    PromptAccount,
     SamplingParams,
     Segment,
     SegmentKind,
     Submit,
 )
-from engine.server import EngineServer
+from engine.server import EngineServer, _Sent
 from tests.engine.echo_engine import MAX_MODEL_LEN, EchoEngine
 
 LIMIT = 20.0  # seconds that anything may take before a test fails
@@ -200,6 +205,21 @@ async def test_slow_consumer_gets_everything_merged(running: RunningServer, endp
         assert (rest[0].num_output_tokens, rest[0].finish_reason) == (900, FinishReason.LENGTH)
 
 
+async def test_what_comes_with_the_first_delta_survives_merging(running: RunningServer, endpoint: str) -> None:
+    """The order of the documents is said once, with the account: a reader that was late did not get it."""
+    running.engine.held = True
+    async with connected_client(endpoint) as client:
+        generator = client.generate(submit_of("r", "abc" * 30))
+        reading = asyncio.create_task(anext(generator))
+        await until(lambda: bool(running.engine.requests))
+        running.engine.held = False
+        while running.engine.requests:
+            time.sleep(0.001)  # noqa: ASYNC251  nothing is read meanwhile
+        first = await reading
+        assert (first.account, first.document_order) == (PromptAccount(cold=90), (1, 0))
+        assert [delta async for delta in generator if delta.account or delta.document_order] == []
+
+
 async def test_refusal_arrives_as_its_own_type(running: RunningServer, endpoint: str) -> None:
     async with connected_client(endpoint) as client:
         with pytest.raises(ContextLengthExceededError, match=str(MAX_MODEL_LEN)) as caught:
@@ -223,7 +243,7 @@ async def test_probe_is_a_real_decode_step(running: RunningServer, endpoint: str
     """Health said ok while the device was dead, because nothing was computed to find out."""
     async with connected_client(endpoint) as client:
         assert (await client.probe(LIMIT)).ok
-        assert [submit.use_cache for submit in running.engine.submitted] == [False]
+        assert [(submit.use_cache, submit.counted) for submit in running.engine.submitted] == [(False, False)]
         running.engine.failing = True
         result = await client.probe(LIMIT)
         assert (result.ok, result.message) == (False, "device lost")
@@ -247,6 +267,50 @@ async def test_busy_engine_answers_probes_without_work_of_their_own(running: Run
         assert (await client.probe(LIMIT)).ok
         assert [submit.tenant_id for submit in running.engine.submitted] == ["tenant"]
         await generator.aclose()
+
+
+async def test_long_prefill_answers_probes(running: RunningServer, endpoint: str) -> None:
+    """Only a delta answered a probe: a healthy engine in a prefill of many steps was taken out of service."""
+    running.engine.prefilling = True
+    async with connected_client(endpoint) as client:
+        task = asyncio.create_task(text_of(client, submit_of("r", "abc")))
+        await until(lambda: bool(running.engine.requests))
+        assert (await client.probe(LIMIT)).ok
+        assert [submit.tenant_id for submit in running.engine.submitted] == ["tenant"]
+        running.engine.prefilling = False
+        assert await task == "abc"
+
+
+async def test_lost_answer_to_a_question_leaves_the_next_ones_in_order(endpoint: str) -> None:
+    """Statistics were given to whoever asked first: after one lost answer everybody got the one before his own."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.bind(endpoint)
+    engine = EchoEngine()
+
+    async def answer_all_but_the_first() -> None:
+        num_questions = 0
+        while True:
+            identity, payload = await socket.recv_multipart()
+            message = msgspec.msgpack.decode(payload, type=ClientMessage)
+            if isinstance(message, Hello):
+                await socket.send_multipart([identity, msgspec.msgpack.encode(engine.info())])
+            if isinstance(message, GetStats):
+                num_questions += 1
+                stats = msgspec.structs.replace(engine.stats(), query_id=message.query_id, num_steps=num_questions)
+                if num_questions > 1:
+                    await socket.send_multipart([identity, msgspec.msgpack.encode(stats)])
+
+    answering = asyncio.create_task(answer_all_but_the_first())
+    try:
+        async with connected_client(endpoint) as client:
+            with pytest.raises(EngineUnavailableError, match="no answer"):
+                await client.stats(timeout=0.05)
+            found = await asyncio.gather(*(client.stats(LIMIT) for _ in range(3)))
+            assert sorted(stats.num_steps for stats in found) == [2, 3, 4]
+    finally:
+        answering.cancel()
+        context.destroy(linger=0)
 
 
 # ---------------------------------------------------------------- the engine goes away
@@ -400,6 +464,22 @@ async def test_unreadable_submit_is_answered(running: RunningServer, raw: RawCli
     assert (answer.request_id, answer.code) == ("r", "invalid_request")
 
 
+async def test_submit_that_the_engine_cannot_digest_is_answered_and_survived(
+    running: RunningServer, raw: RawClient
+) -> None:
+    """Three bytes of token ids were a ValueError in the loop, and the end of the engine."""
+    submit = submit_of("r", "abc")
+    broken = msgspec.structs.replace(submit.segments[0], tokens=b"abc")
+    await raw.send(msgspec.structs.replace(submit, segments=(broken,)))
+    answer = await raw.receive()
+    assert isinstance(answer, Failure)
+    assert (answer.request_id, answer.code) == ("r", "invalid_request")
+    await raw.send(submit_of("r", "a"))
+    answer = await raw.receive()
+    assert isinstance(answer, Delta)
+    assert answer.text == "a"
+
+
 async def test_second_submit_of_an_id_leaves_the_first_alone(running: RunningServer, raw: RawClient) -> None:
     await raw.send(submit_of("r", "ab"))
     running.engine.held = True
@@ -462,6 +542,41 @@ async def test_gateway_that_does_not_read_cannot_block_the_engine(endpoint: str)
             if isinstance(answer, Failure) or (isinstance(answer, Delta) and answer.finish_reason is not None):
                 open_requests.discard(answer.request_id)
         heartbeat.cancel()
+    finally:
+        raw.close()
+        running.stop()
+
+
+class StuckServer(EngineServer):
+    """While `stuck`, every client's queue is full."""
+
+    stuck = False
+
+    def _try_send(self, identity: bytes, message: EngineMessage | OperatorAnswer) -> _Sent:
+        return _Sent.FULL if self.stuck else super()._try_send(identity, message)
+
+
+async def test_request_whose_text_is_lost_behind_owed_answers_ends_with_an_error(endpoint: str) -> None:
+    """A new request of a client that was behind lost its text without a word, and its reader waited for ever."""
+    engine = EchoEngine(held=True)
+    server = StuckServer(engine, endpoint)
+    running = RunningServer(server, engine)
+    raw = RawClient(endpoint)
+    try:
+        await raw.send(submit_of("early", "abc"))
+        await until(lambda: bool(engine.requests))
+        server.stuck, engine.held = True, False
+        await until(lambda: not engine.requests)
+        await raw.send(submit_of("long", "x" * 900))
+        await raw.send(submit_of("short", "x"))
+        await until(lambda: len(engine.submitted) == 3 and not engine.requests)
+        assert engine.aborted == ["c1/early", "c1/long"]
+        server.stuck = False
+        await raw.send(Hello())
+        answers = [await raw.receive() for _ in range(4)]
+        codes = {answer.request_id: answer.code for answer in answers if isinstance(answer, Failure)}
+        assert codes == dict.fromkeys(("early", "long", "short"), "engine_step_failed")
+        assert isinstance(answers[-1], EngineInfo)
     finally:
         raw.close()
         running.stop()

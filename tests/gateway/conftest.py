@@ -96,9 +96,9 @@ def run_gateway_thread(
         directory,
         drain=drain,
         store_problem=operations.store.problem if operations else lambda: None,
-        operations=operations,
         redis=redis,
         embedder=embedder,
+        operations=operations,
     )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

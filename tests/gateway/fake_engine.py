@@ -96,6 +96,7 @@ class FakeEngine:
             max_model_len=max_model_len,
             block_size=BLOCK_SIZE,
             num_blocks=1024,
+            block_bytes=1024,
             eos_token_ids=(257,),
             vocab_size=self.tokenizer.get_vocab_size(),
             dtype="float32",

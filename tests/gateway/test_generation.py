@@ -38,12 +38,17 @@ async def test_a_slow_reader_gets_one_merged_delta_a_choice() -> None:
     assert found == [(0, "hello", 5), (1, "bye", 3)]
 
 
-def test_merging_keeps_the_account_of_the_first_and_the_end_of_the_last() -> None:
+def test_merging_keeps_account_and_order_of_the_first_and_the_end_of_the_last() -> None:
     account = PromptAccount(cold=3)
-    first = Delta(request_id="r", text="a", num_output_tokens=1, account=account)
+    first = Delta(request_id="r", text="a", num_output_tokens=1, account=account, document_order=(1, 0))
     last = Delta(request_id="r", text="b", num_output_tokens=2, finish_reason=FinishReason.STOP)
     assert merge(first, last) == Delta(
-        request_id="r", text="ab", num_output_tokens=2, account=account, finish_reason=FinishReason.STOP
+        request_id="r",
+        text="ab",
+        num_output_tokens=2,
+        account=account,
+        document_order=(1, 0),
+        finish_reason=FinishReason.STOP,
     )
 
 

@@ -52,6 +52,7 @@ def record(tenant: str = "alice", **changes: object) -> RequestRecord:
         "time_to_first_token": 0.2,
         "queue_seconds": 0.1,
         "seconds_saved": 0.5,
+        "retrieval": None,
         "prepare_seconds": 0.01,
         "traceparent": "",
         "token_intervals": [0.01] * 6,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sys
 from collections import Counter
@@ -15,6 +16,8 @@ import httpx
 import msgspec
 import pytest
 
+from bench.server import RunningServer
+from bench.soak import BrokenPromiseError, Soak
 from engine.errors import ConfigError
 from engine.settings import RetrievalSettings, SecuritySettings, ServerSettings, Settings, StoreSettings, TenantSettings
 from gateway.auth import hash_api_key, new_api_key
@@ -199,6 +202,21 @@ async def test_a_reload_under_load_fails_no_request_and_loses_no_count(service: 
     assert not set(before) & set(after)
     found = await service.metrics()
     assert sum(n for key, n in found.items() if key[0] == "radixgate_output_tokens_total") == sum(spent.output.values())
+
+
+async def test_a_short_soak_holds_what_it_promises(service: Service) -> None:
+    """The soak itself has to work before an hour is spent on it; a reload falls into each of its rounds."""
+    server = RunningServer(f"{service.url}/v1", service.keys["acme"], os.getpid())
+    soak = Soak(server, TOKEN, seed=4, trouble=False, round_seconds=3.0)
+    running = asyncio.create_task(soak.run(5.0))
+    await asyncio.sleep(1.0)
+    service.supervisor.reload()
+    await running
+    assert {"stream", "abort", "bad", "parallel"} <= set(soak.tally.kinds)
+    assert len(soak.memory) >= 2
+    soak.tally.prompt += 10**9
+    with pytest.raises(BrokenPromiseError, match="I9"):
+        await soak.run(0.0)
 
 
 async def test_a_reload_takes_new_tenants_and_refuses_what_needs_a_restart(service: Service) -> None:

@@ -31,6 +31,7 @@ from engine.settings import (
 )
 from gateway import supervisor as supervisor_module
 from gateway.child import ChildProcess
+from gateway.server_client import ServerClient
 from gateway.store import answers
 from gateway.supervisor import Supervisor, child_environ, free_port, local_url, ready_model, require_free_port
 from tests.gateway.fake_children import MODULE, fake_supervisor
@@ -264,7 +265,7 @@ class ReadyHandler(BaseHTTPRequestHandler):
         """Nothing on stderr."""
 
 
-def test_readiness_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_on_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Behind an `http_proxy` the proxy was asked for 127.0.0.1: its own. The server never became ready."""
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -276,6 +277,8 @@ def test_readiness_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> 
         thread.start()
         try:
             assert ready_model(f"http://127.0.0.1:{server.server_port}/readyz") == "here"
+            settings = Settings(server=ServerSettings(port=server.server_port), store=StoreSettings(data_dir=tmp_path))
+            assert b"here" in ServerClient(settings).get("/readyz")
         finally:
             server.shutdown()
             thread.join()

@@ -42,9 +42,15 @@ def spans_of(ratio: float = 1.0, **changes: object) -> dict[str, ReadableSpan]:
     return {span.name: span for span in kept.spans}
 
 
+def span_id(span: ReadableSpan) -> int:
+    assert span.context is not None
+    return span.context.span_id
+
+
 def test_a_request_is_a_span_with_the_genai_names_and_its_parts_below() -> None:
     account = PromptAccount(device=60, cold=30, partial_block=10)
-    spans = spans_of(account=account, time=1000.0, seconds=2.0, time_to_first_token=1.0, queue_seconds=0.25)
+    times = {"time": 1000.0, "seconds": 2.0, "time_to_first_token": 1.0, "queue_seconds": 0.25}
+    spans = spans_of(account=account, prepare_seconds=0.5, retrieval=(0.125, 0.375), **times)
     whole = spans["chat m"]
     attributes = dict(whole.attributes or {})
     assert attributes["gen_ai.usage.input_tokens"] == 100
@@ -52,16 +58,20 @@ def test_a_request_is_a_span_with_the_genai_names_and_its_parts_below() -> None:
     assert attributes["gen_ai.usage.output_tokens"] == 7
     assert attributes["gen_ai.request.model"] == "m"
     parts = [spans[name] for name in ("prepare", "queue", "generate")]
-    assert [part.parent.span_id for part in parts if part.parent] == [whole.context.span_id] * 3
+    assert [part.parent.span_id for part in parts if part.parent] == [span_id(whole)] * 3
     edges = [edge for part in parts for edge in (part.start_time or 0, part.end_time or 0)]
     assert edges == sorted(edges)
+    retrieve = spans["retrieve"]
+    assert edges[0] < (retrieve.start_time or 0) < (retrieve.end_time or 0) < edges[1]
     assert (edges[0], edges[-1]) == (whole.start_time, whole.end_time)
 
 
 def test_the_callers_trace_goes_on_and_its_decision_holds() -> None:
     trace = "0af7651916cd43dd8448eb211c80319c"
     spans = spans_of(ratio=0.0, traceparent=f"00-{trace}-b7ad6b7169203331-01")
-    assert f"{spans['chat m'].context.trace_id:032x}" == trace
+    found = spans["chat m"].context
+    assert found is not None
+    assert f"{found.trace_id:032x}" == trace
     assert spans_of(ratio=1.0, traceparent=f"00-{trace}-b7ad6b7169203331-00") == {}
     assert spans_of(ratio=0.0) == {}
     assert "chat m" in spans_of(traceparent="not a traceparent")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -118,7 +119,7 @@ def check_padded_rows(dtype: torch.dtype) -> None:
         seq_lens=torch.cat([metadata.seq_lens, torch.tensor([7, 0], dtype=torch.int32)]),
         host_query_lens=[1, 1, 0, 0],
         host_seq_lens=[*metadata.host_seq_lens, 7, 0],
-        host_block_tables=[*metadata.host_block_tables, [1, 1], []],
+        host_block_tables=[*metadata.host_block_tables, array("i", [1, 1]), array("i")],
     )
     rows = torch.full((4, shape.num_kv_heads, shape.head_dim), 777.0, dtype=dtype)
     kernels = TritonAttention(SMALL_DEVICE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,9 +18,13 @@ from tests.kernels.triton.interpreted import PrefixShape
 BLOCK_SIZE = 128  # so that a block is what keys are cut to
 
 
+def _packed(tables: list[list[int]]) -> list[array[int]]:
+    return [array("i", table) for table in tables]
+
+
 def _groups(tables: list[list[int]], min_saving: int = 1) -> list[PrefixGroup]:
     lens = [len(table) * BLOCK_SIZE for table in tables]
-    return find_groups(tables, lens, range(len(tables)), BLOCK_SIZE, min_saving)
+    return find_groups(_packed(tables), lens, range(len(tables)), BLOCK_SIZE, min_saving)
 
 
 def test_the_cut_that_saves_more_is_taken() -> None:
@@ -43,7 +49,7 @@ def test_a_group_that_does_not_pay_is_none() -> None:
 
 def test_a_sequence_keeps_its_own_token() -> None:
     """Beams share even the block that holds the last token, until they write: one key at least stays each one's own."""
-    tables = [[1, 2], [1, 2]]
+    tables = _packed([[1, 2], [1, 2]])
     assert find_groups(tables, [256, 256], [0, 1], BLOCK_SIZE, 1) == [PrefixGroup((0, 1), 128)]
     assert find_groups(tables, [257, 257], [0, 1], 256, 1) == [PrefixGroup((0, 1), 256)]
 

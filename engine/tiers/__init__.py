@@ -1,0 +1,1 @@
+"""What lies below the device: blocks in host memory and on disk, and their index in Redis."""

@@ -1,0 +1,469 @@
+"""The tiers below the device, as the KV cache manager sees them: host memory, and a disk below that.
+
+                    demote (evicted from the device)
+      device ────────────────────────────────────────►  host ─────────►  disk ──journal──► Redis
+        │  └───── write_through (hit often, pinned) ──► a slot of transit ──►┘
+        │◄──────────── fetch (in the step) ────────────  host ◄── read ── disk      while the request is parked
+        └───── swap_out ──► private slots ── swap_in ──►  the same request
+
+Offloads are only noted here; the next step carries them out before anything else (`engine/batch.py`), and `settle`
+hears when they have ended. Until then a slot is filling and pinned. No payload passes through this module.
+
+Who comes first: a path is added parents first and removed children first, in each tier by itself (I4, see
+`engine/tiers/directory.py`), so demoting a leaf also copies those blocks above it that the tier lacks.
+
+What a request waits for is bounded: reads that do not come within `READ_PATIENCE`, an unreadable block, or a host tier
+without room: then the request computes what it could not have.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.batch import BlockOffload, SchedulerOutput, TransferReport
+from engine.erasure import Selection
+from engine.errors import InvariantError
+from engine.eviction import Policy
+from engine.prefix_index import CachedBlock
+from engine.scoped_tokens import ScopedTokens
+from engine.tiers.directory import BlockIdentity, TierDirectory
+from engine.tiers.disk_tier import DiskTier
+from engine.tiers.erasures import ErasureLog
+from engine.tiers.fetch_gate import FetchGate
+from engine.tiers.host_slab import HostSlab
+from engine.tiers.io_thread import IoDone, IoKind
+
+READ_PATIENCE = 10.0  # seconds that a request waits for the disk
+_MAX_READ_SHARE = 2  # reads of one path take at most 1/2 of the host tier
+_MAX_WRITE_SHARE = 4  # slots pinned by writes that wait: at most 1/4
+
+
+@dataclass(slots=True, frozen=True)
+class TierMatch:
+    """The blocks below that continue a device match: first those in host slots, then those in disk slots."""
+
+    host_slots: list[int] = field(default_factory=list[int])
+    disk_slots: list[int] = field(default_factory=list[int])
+    goes_on: bool = False  # other prompts went on from where this one ends
+
+    def __len__(self) -> int:
+        return len(self.host_slots) + len(self.disk_slots)
+
+
+NO_MATCH = TierMatch()
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Of the host tier, since the start."""
+
+    bytes_written: int = 0
+    bytes_read: int = 0
+    num_swapped_out: int = 0  # blocks
+    num_swapped_in: int = 0
+    num_dropped: int = 0  # blocks that found no room below
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The transfers of one step."""
+
+    number: int
+    offloads: list[BlockOffload]
+    pinned: list[int]  # host slots that are fetched from
+    private: list[int]  # host slots to give back after
+    failed: bool = False
+
+
+class TieredCache:
+    """One thread owns it, like the manager. Payloads move in the runner and in the disk's thread."""
+
+    def __init__(
+        self,
+        host: HostSlab,
+        block_size: int,
+        root_key: bytes,
+        *,
+        policy: Policy = "lru",
+        disk: DiskTier | None = None,
+        write_through_hits: int = 2,
+        erasures: ErasureLog | None = None,
+    ) -> None:
+        self.host_slab = host
+        self.block_size = block_size
+        self.host = TierDirectory(host.num_slots, block_size, root_key, policy)
+        self.disk = disk
+        self.gate = FetchGate(host.block_bytes)
+        self.counters = TierCounters()
+        self.write_through_hits = write_through_hits
+        self._erasures = erasures
+        self._offloads: list[BlockOffload] = []
+        self._writes: dict[int, int] = {}  # host slot whose offload is awaited → disk slot to write it to
+        self._transit: set[int] = set()  # private host slots on their way to the disk
+        self._pinned: list[int] = []  # of the batch that is being put together
+        self._private: list[int] = []
+        self._batches: deque[_Batch] = deque()
+        self._num_batches = 0
+
+    # ------------------------------------------------------------------ find
+
+    def match(self, sequence: ScopedTokens, first: int, keys: list[bytes]) -> TierMatch:
+        """The blocks from `first` on that are below; `keys` are theirs. Changes nothing."""
+        host = self.host.match(sequence, first, keys)
+        disk: list[int] = []
+        if self.disk is not None and self.disk.directory is not None and len(host) < len(keys):
+            disk = self.disk.directory.match(sequence, first + len(host), keys[len(host) :])
+        if disk and self.disk is not None and self.disk.directory is not None:
+            return TierMatch(host, disk, self.disk.directory.has_children(disk[-1]))
+        return TierMatch(host, disk, bool(host) and self.host.has_children(host[-1]))
+
+    def may_have(self, key: bytes) -> bool:
+        """Whether it is worth while to match: a key is here, or it is not."""
+        return key in self.host or (self.disk is not None and key in self.disk)
+
+    # ------------------------------------------------------------------ down
+
+    def demote(self, path: Iterable[CachedBlock]) -> None:
+        """The deepest blocks of a path are about to leave the device; the path comes deepest first."""
+        missing: list[CachedBlock] = []
+        for block in path:
+            if block.key in self.host and not self._wanted_on_disk(block.key):
+                self._add_to_host(block)
+                break
+            missing.append(block)
+        for block in reversed(missing):
+            slot = self._add_to_host(block)
+            if slot is None:
+                self.counters.num_dropped += 1
+                return
+            if self._wanted_on_disk(block.key) and self._may_write():
+                self._add_to_disk(block, slot)
+
+    def _wanted_on_disk(self, key: bytes) -> bool:
+        return self.disk is not None and self.disk.directory is not None and key not in self.disk
+
+    def _may_write(self) -> bool:
+        assert self.disk is not None
+        waiting = self.disk.pending_write_bytes // self.host_slab.block_bytes + len(self._writes)
+        return waiting < max(self.host_slab.num_slots // _MAX_WRITE_SHARE, 1)
+
+    def _add_to_host(self, block: CachedBlock) -> int | None:
+        slot = self.host.find(block.key)
+        if slot is not None:
+            self.host.touch(slot)
+            return slot
+        slot = self.host.add(_identity(block))
+        if slot is not None:
+            self._offload(block.block_id, slot)
+        return slot
+
+    def _offload(self, block_id: int, slot: int) -> None:
+        self._offloads.append(BlockOffload(block_id, slot))
+        self.counters.bytes_written += self.host_slab.block_bytes
+
+    def _add_to_disk(self, block: CachedBlock, host_slot: int) -> bool:
+        assert self.disk is not None
+        disk_slot = self.disk.add(_identity(block))
+        if disk_slot is None:
+            return False
+        if host_slot in self._transit or not self.host.is_ready(host_slot):
+            self._writes[host_slot] = disk_slot
+        else:
+            self._write(host_slot, disk_slot)
+        return True
+
+    def _write(self, host_slot: int, disk_slot: int) -> None:
+        assert self.disk is not None
+        if host_slot not in self._transit:
+            self.host.pin(host_slot)
+        self.disk.write(disk_slot, self.host_slab.slot(host_slot), host_slot)
+
+    def write_through(self, path: Iterable[CachedBlock]) -> None:
+        """Make a path safe against the end of this process while it stays on the device; deepest first."""
+        if self.disk is None or self.disk.directory is None:
+            return
+        missing: list[CachedBlock] = []
+        for block in path:
+            if block.key in self.disk:
+                if not missing:
+                    self.disk.touch(block.key)
+                break
+            missing.append(block)
+        for block in reversed(missing):
+            if not self._may_write() or not self._write_through(block):
+                return
+
+    def _write_through(self, block: CachedBlock) -> bool:
+        host_slot = self.host.find(block.key)
+        if host_slot is not None:
+            return self._add_to_disk(block, host_slot)
+        host_slot = self.host.take()
+        if host_slot is None:
+            return False
+        self._transit.add(host_slot)
+        if not self._add_to_disk(block, host_slot):
+            self._transit.remove(host_slot)
+            self.host.give(host_slot)
+            return False
+        self._offload(block.block_id, host_slot)
+        return True
+
+    # ------------------------------------------------------------------ up
+
+    def start_reads(self, match: TierMatch) -> bytes | None:
+        """Bring a match's disk blocks into the host tier; the key to wait for, None when nothing can come.
+
+        The host tier takes a path from the root on, so what it lacks above them is read, too.
+        """
+        if not match.disk_slots or self.disk is None or self.disk.directory is None:
+            return None
+        directory = self.disk.directory
+        path: list[int] = []
+        at: int | None = match.disk_slots[-1]
+        while at is not None and not self._is_in_host(directory.key(at)):
+            path.append(at)
+            at = directory.parent_of(at)
+        last: bytes | None = None
+        for slot in list(reversed(path))[: self.host_slab.num_slots // _MAX_READ_SHARE]:
+            key = directory.key(slot)
+            if not self.host.is_filling(key):
+                host_slot = self.host.add(directory.identity(slot))
+                if host_slot is None:
+                    break
+                self.disk.read(slot, self.host_slab.slot(host_slot), host_slot)
+            last = key
+        if last is not None:
+            self.disk.touch(last)
+        return last
+
+    def _is_in_host(self, key: bytes) -> bool:
+        return key in self.host and not self.host.is_filling(key)
+
+    def is_reading(self, key: bytes) -> bool:
+        return self.host.is_filling(key)
+
+    def is_read_cheaper(self, match: TierMatch) -> bool:
+        """Whether to read a match's disk blocks instead of computing them."""
+        assert self.disk is not None
+        blocks = len(match.disk_slots)
+        return self.gate.is_cheaper("disk", blocks, blocks * self.block_size, self.disk.pending_read_bytes)
+
+    def is_fetch_cheaper(self, blocks: int, tokens: int) -> bool:
+        return self.gate.is_cheaper("host", blocks, tokens)
+
+    def pin(self, host_slots: Iterable[int]) -> None:
+        for slot in host_slots:
+            self.host.pin(slot)
+
+    def unpin(self, host_slots: Iterable[int]) -> None:
+        for slot in host_slots:
+            self.host.unpin(slot)
+
+    def note_fetch(self, host_slots: list[int]) -> None:
+        """These pinned slots are fetched by the step that is being put together: pinned until it has ended."""
+        self._pinned += host_slots
+        self.counters.bytes_read += len(host_slots) * self.host_slab.block_bytes
+        if host_slots:
+            self.host.touch(host_slots[-1], hit=True)
+
+    # ------------------------------------------------------------------ swap
+
+    def swap_out(self, block_ids: list[int]) -> list[int] | None:
+        """Keep blocks that nobody but their request can use; the slots, None when there is no room for all."""
+        slots: list[int] = []
+        for _ in block_ids:
+            slot = self.host.take()
+            if slot is None:
+                self.swap_drop(slots)
+                return None
+            slots.append(slot)
+        for block_id, slot in zip(block_ids, slots, strict=True):
+            self._offload(block_id, slot)
+        self.counters.num_swapped_out += len(slots)
+        return slots
+
+    def swap_in(self, slots: list[int]) -> None:
+        """They are fetched by the step that is being put together, and given back after it."""
+        self._private += slots
+        self.counters.num_swapped_in += len(slots)
+        self.counters.bytes_read += len(slots) * self.host_slab.block_bytes
+
+    def swap_drop(self, slots: list[int]) -> None:
+        """They are not needed any more."""
+        for slot in slots:
+            if any(offload.host_slot == slot for batch in self._batches for offload in batch.offloads):
+                self._batches[-1].private.append(slot)  # still being written: given back after that
+            else:
+                self._offloads = [offload for offload in self._offloads if offload.host_slot != slot]
+                self.host.give(slot)
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def has_offloads(self) -> bool:
+        return bool(self._offloads)
+
+    def begin_step(self, output: SchedulerOutput) -> None:
+        """Put what has been noted into a step. Without transfers it is none of our business."""
+        output.offloads, self._offloads = self._offloads, []
+        if not output.offloads and not output.fetches:
+            self._drop_unused()
+            return
+        self._num_batches += 1
+        self._batches.append(_Batch(self._num_batches, output.offloads, self._pinned, self._private))
+        self._pinned, self._private = [], []
+
+    def _drop_unused(self) -> None:
+        """What was held for a step that has no use for it."""
+        self.unpin(self._pinned)
+        self.swap_drop(self._private)
+        self._pinned, self._private = [], []
+
+    def fail_step(self) -> None:
+        """The step that began last has failed; nobody knows which of its transfers took place."""
+        if self._batches:
+            self._batches[-1].failed = True
+
+    def settle(self, report: TransferReport) -> None:
+        """Transfers have ended: their slots are ready, or free."""
+        self.gate.bandwidth["host"].observe(report.fetched_bytes, report.fetch_seconds)
+        while self._batches and self._batches[0].number <= report.num_done:
+            batch = self._batches.popleft()
+            for offload in batch.offloads:
+                self._offloaded(offload.host_slot, failed=batch.failed)
+            self.unpin(batch.pinned)
+            self.swap_drop(batch.private)
+
+    def _offloaded(self, slot: int, *, failed: bool) -> None:
+        """One offload has ended: what was waiting for it goes on, or is called off."""
+        disk_slot = self._writes.pop(slot, None)
+        alive = not failed and disk_slot is not None
+        if slot not in self._transit:
+            if self.host.is_private(slot):
+                return  # swapped out: its request knows
+            ready = self.host.ready(slot)
+            if ready and failed:
+                self.host.remove(slot)
+            alive = alive and ready
+        if disk_slot is not None and self.disk is not None:
+            if alive and self.disk.is_awaited(disk_slot):
+                self._write(slot, disk_slot)
+                return
+            self.disk.cancel(disk_slot)
+        if slot in self._transit:
+            self._end_transit(slot)
+
+    def _end_transit(self, slot: int) -> None:
+        self._transit.remove(slot)
+        self.host.give(slot)
+
+    def poll(self) -> None:
+        """What the disk's thread and the journal have done meanwhile."""
+        if self.disk is None:
+            return
+        if self.disk.poll():
+            self._resume_erasures()
+        for done in self.disk.completed():
+            match done.job.kind:
+                case IoKind.READ:
+                    self._read(done)
+                case IoKind.WRITE if done.job.host_slot in self._transit:
+                    self._end_transit(done.job.host_slot)
+                case IoKind.WRITE:
+                    self.host.unpin(done.job.host_slot)
+                case IoKind.CLEAR:
+                    pass
+
+    def _read(self, done: IoDone) -> None:
+        slot = done.job.host_slot
+        if done.error is None:
+            self.gate.bandwidth["disk"].observe(len(done.job.memory), done.seconds)
+            self.host.ready(slot)
+        elif self.host.ready(slot):
+            self.host.remove(slot)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something moves, or waits for a step to carry it out."""
+        return bool(self._offloads or self._batches) or (self.disk is not None and self.disk.is_busy)
+
+    def close(self) -> None:
+        if self.disk is not None:
+            self.disk.close()
+        self.host_slab.close()
+
+    def wait(self, seconds: float) -> None:
+        if self.disk is not None:
+            self.disk.wait(seconds)
+
+    # ------------------------------------------------------------------ erase
+
+    def erase(self, selection: Selection) -> tuple[int, int]:
+        """(host, disk) blocks taken out. What a disk tier holds is only known when its index has been read."""
+        if self._erasures is not None:
+            self._erasures.add(selection)
+        removed = self.host.erase(selection)
+        for slot in removed:
+            if self.host.is_free(slot):
+                self.host_slab.clear(slot)
+        num_disk = self.disk.erase(selection) if self.disk is not None and self.can_erase else 0
+        return len(removed), num_disk
+
+    def _resume_erasures(self) -> None:
+        """The index of the earlier life has been read: what was erased since, or then, goes from it, too."""
+        assert self.disk is not None
+        for selection in self._erasures.pending if self._erasures is not None else []:
+            self.disk.erase(selection)
+
+    def finish_erasures(self) -> None:
+        """Forget those that are done everywhere: payloads overwritten, and Redis told."""
+        if self._erasures is None or not self._erasures.pending:
+            return
+        if self.disk is None or (self.can_erase and not self.disk.is_busy and self.disk.is_index_written):
+            self._erasures.finish()
+
+    @property
+    def has_pending_erasures(self) -> bool:
+        return self._erasures is not None and bool(self._erasures.pending)
+
+    @property
+    def can_erase(self) -> bool:
+        return self.disk is None or self.disk.directory is not None
+
+    def distrust(self) -> None:
+        """Our bookkeeping was found wrong, so what it has written is not trusted: everything below goes, too."""
+        offloads, self._offloads = self._offloads, []
+        for offload in offloads:
+            self._offloaded(offload.host_slot, failed=True)
+        for batch in self._batches:
+            batch.failed = True
+        self._drop_unused()
+        self.host.erase(Selection())
+        if self.disk is not None and self.disk.directory is not None:
+            self.disk.erase(Selection())
+
+    def evict(self, tier: str, count: int) -> int:
+        """Let go of up to `count` blocks of a tier in the order of eviction; how many went."""
+        if tier == "disk":
+            return 0 if self.disk is None else self.disk.evict(count)
+        gone = 0
+        while gone < count and (slot := self.host.next_victim()) is not None:
+            gone += len(self.host.remove(slot))
+        return gone
+
+    # ------------------------------------------------------------------ check
+
+    def check_integrity(self) -> None:
+        self.host.check_integrity()
+        if self.disk is not None and self.disk.directory is not None:
+            self.disk.directory.check_integrity()
+        if any(not self.host.is_private(slot) for slot in self._transit):
+            raise InvariantError("I8: a slot of transit is in the tree as well")
+
+
+def _identity(block: CachedBlock) -> BlockIdentity:
+    return BlockIdentity(
+        block.key, block.parent_key, block.scope, block.owner, block.tokens, block.documents, block.depth
+    )

@@ -1,0 +1,209 @@
+"""The cache survives the process: what comes back is found, is right, and is a miss when it is not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.engine.fake_runner import expected_output
+from tests.engine.harness import SCOPE_A, SCOPE_B, VOCAB
+from tests.engine.tiers.store_process import StoreProcess
+from tests.engine.tiers.tiered_harness import TieredEngine, TieredOptions
+
+pytestmark = pytest.mark.redis
+
+PROMPT = list(range(41))
+
+
+def expect(prompt: list[int], count: int) -> list[int]:
+    return expected_output(prompt, count, VOCAB - 1)
+
+
+def big(incarnation: str = "one", max_pending: int = 65_536) -> TieredOptions:
+    return TieredOptions(num_blocks=64, host_slots=64, disk_slots=128, incarnation=incarnation, max_pending=max_pending)
+
+
+def ask(engine: TieredEngine, prompt: list[int], scope: bytes = SCOPE_A) -> int:
+    """Ask, compare with the text of no cache, and return how many tokens were cached."""
+    name = engine.harness.submit(prompt, 3, scope)
+    engine.harness.run()
+    assert engine.harness.tokens_of(name) == expect(prompt, 3)
+    engine.harness.check()
+    return engine.harness.accounts[name].num_cached_tokens
+
+
+def test_after_a_kill_the_first_repeat_comes_from_the_disk(tmp_path: Path, store: StoreProcess) -> None:
+    """LMCache#1095, #1175: no hits after a restart, or "restored" and then everything recomputed."""
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    for _ in range(4):
+        ask(first, PROMPT)
+    first.settle()
+    first.die()
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        name = second.harness.submit(PROMPT, 3)
+        second.harness.run()
+        account = second.harness.accounts[name]
+        assert account.disk == 40
+        assert account.num_prompt_tokens == len(PROMPT)
+        assert second.harness.tokens_of(name) == expect(PROMPT, 3)
+        assert second.disk.counters.bytes_read > 0
+        assert second.disk.counters.num_read_errors == 0
+        second.harness.check()
+
+
+def test_what_was_asked_only_once_is_written_when_the_engine_rests(tmp_path: Path, store: StoreProcess) -> None:
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.harness.engine.persist()
+    first.settle()
+    assert first.disk.counters.bytes_written > 0
+    first.die()
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        assert ask(second, PROMPT) == 40
+
+
+def test_a_clean_stop_writes_everything(tmp_path: Path, store: StoreProcess) -> None:
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.harness.engine.close()
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        assert ask(second, PROMPT) == 40
+
+
+def test_a_pinned_document_is_on_disk_as_soon_as_it_was_computed(tmp_path: Path, store: StoreProcess) -> None:
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    first.harness.submit(PROMPT, 1, document="handbook", pinned=True)
+    first.harness.run()
+    first.settle()
+    first.die()
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        assert ask(second, PROMPT) == 40
+
+
+def test_i5_after_a_restart_too_a_tenant_finds_only_its_own(tmp_path: Path, store: StoreProcess) -> None:
+    """sglang#26747, #38577: tenant B read every page of tenant A from the disk. Paired with A's own hit."""
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.harness.engine.close()
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        assert ask(second, PROMPT, SCOPE_B) == 0
+        assert ask(second, PROMPT, SCOPE_A) == 40
+
+
+def test_a_request_waits_for_the_disk_beside_others_that_compute(tmp_path: Path, store: StoreProcess) -> None:
+    """Promotion overlaps with the prefill of the rest, and a follower waits for the same reads."""
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.harness.engine.close()
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        names = [second.harness.submit(PROMPT, 3), second.harness.submit(PROMPT, 3)]
+        other = second.harness.submit(list(range(100, 130)), 3)
+        second.harness.run()
+        for name in names:
+            assert second.harness.tokens_of(name) == expect(PROMPT, 3)
+        assert second.harness.tokens_of(other) == expect(list(range(100, 130)), 3)
+        assert second.harness.accounts[names[0]].disk == 40
+        assert second.disk.counters.bytes_read == 10 * second.slab.block_bytes
+
+
+@pytest.mark.parametrize("harm", ["flush", "meta", "names", "groups"])
+def test_a_store_that_lost_something_gives_misses_only(tmp_path: Path, store: StoreProcess, harm: str) -> None:
+    """LMCache#426: Redis evicted a value but kept the metadata."""
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.harness.engine.close()
+    with store.client() as client:
+        if harm == "flush":
+            client.flushall()
+        else:
+            marks = {"meta": b":meta", "names": b":names", "groups": b":g:0"}
+            gone = [key for key in store.key_names() if key.endswith(marks[harm])]
+            assert gone
+            client.delete(*gone)
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        assert ask(second, PROMPT) == 0
+        second.harness.engine.persist()
+        second.settle()
+    with TieredEngine(tmp_path, store.url, big("three")).loaded() as third:
+        assert ask(third, PROMPT) == 40
+
+
+def test_damaged_records_are_dropped_with_all_that_hangs_below_them(tmp_path: Path, store: StoreProcess) -> None:
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.harness.engine.close()
+    size = first.store.format.size
+    group = next(key for key in store.key_names() if key.endswith(b":g:0"))
+    with store.client() as client:
+        client.setrange(group.decode(), 5 * size + 70, b"\xff\xff")
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        assert ask(second, PROMPT) == 20
+        assert second.disk.counters.num_rejected == 5
+        second.settle()
+
+
+def test_another_fingerprint_on_the_same_store_finds_nothing(tmp_path: Path, store: StoreProcess) -> None:
+    """sglang#24758, lmdeploy#4930, vllm#30931: KV of another model, dtype or adapter was read under the same name."""
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.harness.engine.close()
+    other = TieredOptions(num_blocks=64, host_slots=64, disk_slots=128, fingerprint="ab" * 16)
+    with TieredEngine(tmp_path, store.url, other).loaded() as second:
+        assert ask(second, PROMPT) == 0
+        second.harness.engine.persist()
+        second.settle()
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as third:
+        assert ask(third, PROMPT) == 40
+
+
+def test_an_engine_on_another_host_does_not_follow_this_ones_entries(tmp_path: Path, store: StoreProcess) -> None:
+    """llm-d-router#2853: a restarted engine's entries were still followed. Here: another file, so another id."""
+    first = TieredEngine(tmp_path / "here", store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.settle()
+    with TieredEngine(tmp_path / "there", store.url, big("two")).loaded() as second:
+        assert second.disk.counters.num_restored == 0
+        assert ask(second, PROMPT) == 0
+    first.harness.engine.close()
+
+
+def test_an_engine_that_was_replaced_no_longer_writes_the_index(tmp_path: Path, store: StoreProcess) -> None:
+    """llm-d-kv-cache#232: a race orphaned a live entry. The scripts compare the incarnation."""
+    engine = TieredEngine(tmp_path, store.url, big("old")).loaded()
+    assert engine.store.claim("new", wipe=False)
+    ask(engine, PROMPT)
+    engine.harness.engine.persist()
+    engine.wait_until(lambda: engine.disk.journal_stats().state.value == "stale")
+    with store.client() as client:
+        assert not [key for key in client.scan_iter() if b":g:" in key]
+    engine.die()
+
+
+def test_random_traffic_over_many_lives_is_always_right(tmp_path: Path, store: StoreProcess) -> None:
+    """A small device over a small host over a small disk, so that everything is evicted everywhere."""
+    rng = random.Random(5)
+    prompts = [[n % 3, *rng.choices(range(4), k=rng.randrange(3, 30))] for n in range(40)]
+    restored = hits = 0
+    for life in range(6):
+        options = TieredOptions(
+            num_blocks=14, host_slots=12, disk_slots=40, write_through_hits=1, incarnation=str(life), policy="gdsf"
+        )
+        engine = TieredEngine(tmp_path, store.url, options).loaded()
+        restored += engine.disk.counters.num_restored
+        for _ in range(25):
+            names = {engine.harness.submit(prompt, 3): prompt for prompt in rng.sample(prompts, 3)}
+            engine.harness.run()
+            for name, prompt in names.items():
+                assert engine.harness.tokens_of(name) == expect(prompt, 3)
+                hits += engine.harness.accounts[name].disk
+            engine.harness.check()
+        assert engine.disk.counters.num_read_errors == 0
+        if life % 2:
+            engine.settle()
+            engine.die()
+        else:
+            engine.harness.engine.close()
+    assert restored > 0
+    assert hits > 0
