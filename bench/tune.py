@@ -66,19 +66,24 @@ def candidates(key: Key) -> list[Row]:
 def fitting_rows(key: Key) -> Iterator[tuple[Row, int]]:
     """The candidates that compile well, the preferred first, and how many programs of each run on a multiprocessor."""
     for row in candidates(key):
-        compiled = [_compile(key, row, option) for option in (False, True)]
+        compiled = [_compile(key, row, kv_dtype, option) for kv_dtype in _kv_dtypes(key) for option in (False, True)]
         if all(each is not None and acceptable(each, key[0]) for each in compiled):
             yield row, min(each.programs_per_sm for each in compiled if each is not None)
 
 
-def _compile(key: Key, row: Row, every_option: bool) -> Compiled | None:
+def _kv_dtypes(key: Key) -> list[torch.dtype]:
+    """The types of a cache whose elements have the row's size, as far as the architecture has them."""
+    has_fp8 = key[3] == 1 and ARCHITECTURES[key[0]].device.has_fp8
+    return [KV_DTYPES[key[3]], *([torch.float8_e4m3fn] if has_fp8 else [])]
+
+
+def _compile(key: Key, row: Row, kv_dtype: torch.dtype, every_option: bool) -> Compiled | None:
     """None: does not fit the device at all."""
     architecture, kernel, head_dim, kv_bytes = key
     model = ARCHITECTURES[architecture]
     _, block_n, _, num_stages = row
     if 2 * (num_stages - 1) * block_n * head_dim * kv_bytes > model.shared_memory_program:
         return None  # without compiling: not even the keys and values fit
-    kv_dtype = torch.float8_e4m3fn if kv_bytes == 1 and model.device.has_fp8 else KV_DTYPES[kv_bytes]
     dtype = torch.float32 if kv_bytes == 4 else torch.bfloat16
     wanted = Specialisation(architecture, kernel, head_dim, dtype, kv_dtype, every_option=every_option)
     try:

@@ -91,6 +91,7 @@ def attach_tiers(engine: LLMEngine, runner: ModelRunner, settings: Settings) -> 
             disk=disk,
             write_through_hits=settings.tiers.write_through_hits,
             erasures=ErasureLog(slab_path(settings.store.data_dir, info.fingerprint).with_suffix(".erasures")),
+            preload=True,
         )
     )
 

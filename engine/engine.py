@@ -40,6 +40,7 @@ from engine.errors import (
 )
 from engine.kv_cache_manager import KVCacheManager
 from engine.output_stream import OutputRules, OutputStream
+from engine.prefill_speed import PrefillSpeed
 from engine.protocol import (
     CacheVerified,
     Delta,
@@ -54,6 +55,7 @@ from engine.protocol import (
     Failure,
     GetDocumentStats,
     Submit,
+    TenantPolicy,
 )
 from engine.request import Request
 from engine.sampler import NonFiniteLogitsError
@@ -110,6 +112,7 @@ class LLMEngine:
         self.runner = runner
         self._output_rules = OutputRules(info)
         self._counters = Counters()
+        self._speed = PrefillSpeed()
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, OutputStream] = {}
         self._arrivals = 0
@@ -170,7 +173,7 @@ class LLMEngine:
             )
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._info.vocab_size:
             raise InvalidRequestError("a token id is outside the model's vocabulary", param="segments")
-        sampling, policy = request.sampling, request.policy
+        sampling, policy = request.sampling, request.policy or TenantPolicy()
         if sampling.max_tokens < 1:
             raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
         if not all(sampling.stop):
@@ -213,7 +216,9 @@ class LLMEngine:
             return self._step_without_sequences(output)
         self._counters.num_steps += 1
         try:
+            started = time.monotonic()
             tokens = self._execute(output)
+            self._speed.note(output, time.monotonic() - started)
         except NonFiniteLogitsError as error:
             return self._fail_rows(output, error)
         except Exception as error:  # noqa: BLE001  whatever it was, the other requests go on
@@ -492,6 +497,9 @@ class LLMEngine:
             num_running=len(self.scheduler.running),
             tiers=() if self.tiers is None else tier_stats(self.tiers),
             index=None if self.tiers is None else index_stats(self.tiers),
+            prefill_tokens_per_second=self._speed.tokens_per_second,
+            owners=manager.index.order.uses(),
+            ledger=manager.index.order.ledger_lines(),
             **{name: getattr(counters, name) for name in Counters.__dataclass_fields__},
         )
 

@@ -8,9 +8,12 @@
     │   ├── UnsupportedParameterError
     │   ├── ContextLengthExceededError
     │   ├── ModelNotFoundError
-    │   ├── NotFoundError       no such object under this tenant; a foreign id looks the same
+    │   ├── NotFoundError           a tenant, a key, …: not there, or not yours to know of
+    │   ├── ConflictError           it is there already, or somebody changed it meanwhile
+    │   ├── AuthenticationError
     │   ├── PermissionDeniedError
-    │   └── AuthenticationError
+    │   └── RateLimitError          too much for this minute, or too many at once
+    │       └── QuotaExceededError  too much for this day
     └── ServiceError            the request is right, we cannot serve it now
         ├── EngineUnavailableError
         ├── EngineStepError     the step that computed this request failed
@@ -77,6 +80,27 @@ class PermissionDeniedError(RequestError):
 
 class AuthenticationError(RequestError):
     code = "invalid_api_key"
+
+
+class ConflictError(RequestError):
+    code = "conflict"
+
+
+class RateLimitError(RequestError):
+    """`kind` is what ran out, in OpenAI's words: `requests` or `tokens`."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, kind: str = "requests", retry_after_ms: int = 1000) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_ms = retry_after_ms
+
+
+class QuotaExceededError(RateLimitError):
+    """Trying again soon is of no use."""
+
+    code = "insufficient_quota"
 
 
 class ServiceError(RadixgateError):

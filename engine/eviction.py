@@ -29,6 +29,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, Protocol
 
+from engine.protocol import EvictionLine, OwnerUse
+
 Policy = Literal["lru", "gdsf"]
 
 _NO_QUOTA = 1 << 62
@@ -207,6 +209,24 @@ class EvictionOrder:
             return None
         leaf = min(tops).leaf
         return leaf, leaf.num_blocks
+
+    def uses(self) -> tuple[OwnerUse, ...]:
+        """What every owner has, for reports."""
+        return tuple(
+            OwnerUse(
+                owner=owner.name,
+                num_blocks=owner.num_blocks,
+                floor_blocks=owner.floor,
+                quota_blocks=None if owner.quota == _NO_QUOTA else owner.quota,
+            )
+            for owner in self.owners.values()
+        )
+
+    def ledger_lines(self) -> tuple[EvictionLine, ...]:
+        return tuple(
+            EvictionLine(owner=line.owner, pressed_by=line.pressed_by, num_blocks=blocks)
+            for line, blocks in self.ledger.items()
+        )
 
     def gone(self, leaf: Leaf, blocks: int, pressed_by: str) -> None:
         """So many blocks of a victim have gone."""

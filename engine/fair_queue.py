@@ -64,7 +64,7 @@ class FairQueue:
             share = self._shares[request.tenant_id] = TenantShare(request.tenant_id, self._virtual_time)
         elif not share.active:
             share.counter = max(share.counter, self._virtual_time)
-        share.policy = request.policy
+        share.policy = request.policy or share.policy
         insort(share.waiting, request, key=_place)
         self.num_waiting += 1
 

@@ -280,8 +280,11 @@ class PrefixIndex:
         """The path ends at a node; a child's first block may still share tokens."""
         num_tokens = len(block_ids) * self.block_size
         wanted = _tokens_between(sequence, num_tokens, min(limit, num_tokens + self.block_size))
-        source, shared = self._closest_child(node, sequence.scopes_up_to(len(block_ids)), wanted)
-        diverged = shared > 0 or (node is not self.root and bool(node.children))
+        scopes = sequence.scopes_up_to(len(block_ids))
+        source, shared = self._closest_child(node, scopes, wanted)
+        # Only what this sequence may read: that somebody else went on from here is none of its business (I5).
+        others = node is not self.root and any(scope in scopes for scope in node.first_blocks or ())
+        diverged = shared > 0 or others
         reason = self._miss_reason(node.last_key, sequence, len(block_ids), diverged)
         return PrefixMatch(block_ids, node, node.num_blocks, num_tokens + shared, source, shared, reason)
 

@@ -139,7 +139,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     tenant_id: str
     segments: tuple[Segment, ...]
     sampling: SamplingParams
-    policy: TenantPolicy = TenantPolicy()
+    policy: TenantPolicy | None = None  # None: the tenant's last one goes on
     priority: int = 0  # lower goes first, strictly, over all tenants
     document_order: Literal["given", "cache"] = "given"  # cache: the engine orders them along the longest cached path
     pin_top: int = 0  # of the given order, so many first documents stay last, next to the question, when reordering
@@ -357,6 +357,24 @@ class IndexStats(msgspec.Struct, frozen=True, kw_only=True):
     num_resyncs: int
 
 
+class OwnerUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What an owner (a tenant, a cache group, the public) has in the cache now."""
+
+    owner: str
+    num_blocks: int
+    floor_blocks: int
+    quota_blocks: int | None
+
+
+class EvictionLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the eviction ledger: so many blocks of one owner went, from a tier, by another's pressure."""
+
+    owner: str
+    pressed_by: str
+    num_blocks: int
+    tier: str = "device"
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Counts since the engine's start, and its state now."""
 
@@ -382,6 +400,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     tiers: tuple[TierStats, ...] = ()
     index: IndexStats | None = None  # None: without a disk tier
     query_id: str = ""  # of the question that this answers
+    prefill_tokens_per_second: float = 0.0  # measured on this engine, lately; 0: nothing was computed yet
+    owners: tuple[OwnerUse, ...] = ()
+    ledger: tuple[EvictionLine, ...] = ()
 
 
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True, tag="metrics"):

@@ -71,7 +71,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         request.state = RequestState.WAITING
         self.manager.look_ahead(request)
-        self.manager.set_policy(request.tenant_id, request.policy)
+        if request.policy is not None:
+            self.manager.set_policy(request.tenant_id, request.policy)
         self.queue.add(request)
 
     def finish(self, request: Request) -> None:

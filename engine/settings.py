@@ -90,6 +90,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: Path = Path(".radixgate")
     url: str = ""  # "": the embedded store; else redis://…
     port: Port = 0  # the embedded store's TCP port; 0: a Unix socket only
+    timeout_ms: Positive = 50  # of a request's question to the store; after it the request is served from memory
 
 
 class SecuritySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,15 +115,34 @@ class RetrievalSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant that is made in the store if it is not there; from then on the admin API and the CLI change it."""
+
     id: str
     name: str = ""
     key_hashes: tuple[str, ...] = ()  # HMAC-SHA256(secret, API key), hex: `radixgate key`
+    admin_key_hashes: tuple[str, ...] = ()  # may manage this tenant
+    operator_key_hashes: tuple[str, ...] = ()  # may manage everything
     cache_group: str = ""  # tenants of one group share KV; "": a scope of its own
+    requests_per_minute: Positive | None = None
+    tokens_per_minute: Positive | None = None
+    tokens_per_day: Positive | None = None
+    concurrent_requests: Positive | None = None
+    weight: Annotated[float, Meta(gt=0)] = 1.0  # share of the compute, relative to other tenants
+    priority: int = 0  # lower goes first, strictly
+    max_running: Positive | None = None  # requests in the engine's batch at a time
+    kv_floor_tokens: NotNegative = 0  # cached tokens that others cannot take while they have more than their floor
+    kv_quota_tokens: NotNegative | None = None  # cached tokens above which its own go first
+    no_store: bool = False  # its requests leave nothing in the cache, and find nothing there
+
+    @property
+    def all_key_hashes(self) -> tuple[str, ...]:
+        return (*self.key_hashes, *self.admin_key_hashes, *self.operator_key_hashes)
 
 
 class UsageSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How usage is kept, and priced."""
+    """How usage is counted against limits, kept, and priced."""
 
+    cached_token_factor: Annotated[float, Meta(ge=0, le=1)] = 1.0  # of a cached token, against the token limits
     retention_days: Positive = 35
     price_per_million_tokens: Annotated[float, Meta(ge=0)] = 0.0  # of prompt tokens that were not cached
     price_per_million_cached_tokens: Annotated[float, Meta(ge=0)] = 0.0
@@ -367,6 +387,10 @@ def _check_urls(settings: Settings) -> None:
         raise ConfigError("server.host must not be empty", param="server.host")
 
 
+# Names in the engine's accounts that are no tenant's: the operator's published texts, and the rest of a full ledger.
+RESERVED_OWNERS = ("public", "other")
+
+
 def _check_tenants(tenants: tuple[TenantSettings, ...]) -> None:
     owner: dict[str, str] = {}
     seen: set[str] = set()
@@ -377,7 +401,9 @@ def _check_tenants(tenants: tuple[TenantSettings, ...]) -> None:
         if tenant.id in seen:
             raise ConfigError(f"{where}.id: {tenant.id!r} is used twice", param="tenants")
         seen.add(tenant.id)
-        for key_hash in tenant.key_hashes:
+        if tenant.id in RESERVED_OWNERS:
+            raise ConfigError(f"{where}.id: {tenant.id!r} is a reserved name", param="tenants")
+        for key_hash in tenant.all_key_hashes:
             if not re.fullmatch(r"[0-9a-f]{64}", key_hash):
                 raise ConfigError(
                     f"{where}.key_hashes: not a hash of `radixgate key` (64 hex digits); never the key itself",
@@ -425,7 +451,7 @@ def _masked_items(settings: Settings) -> Iterator[tuple[str, object]]:
         elif key == "store.url":
             yield key, _mask_password(str(value))
         elif key == "tenants":
-            yield key, [f"{tenant.id} ({len(tenant.key_hashes)} keys)" for tenant in settings.tenants]
+            yield key, [f"{tenant.id} ({len(tenant.all_key_hashes)} keys)" for tenant in settings.tenants]
         else:
             yield key, str(value) if isinstance(value, Path) else value
 

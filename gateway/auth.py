@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from litestar.connection import ASGIConnection
 from litestar.datastructures import State
 from litestar.handlers.base import BaseRouteHandler
 
-from engine.errors import AuthenticationError, ConfigError
+from engine.errors import AuthenticationError, ConfigError, PermissionDeniedError
 from gateway.request_context import request_context
-from gateway.tenants import Tenant, TenantDirectory
+from gateway.tenant_records import Role
+from gateway.tenants import Caller, TenantDirectory
 
 _PREFIX = "rg-"
 
@@ -74,25 +76,43 @@ def load_or_create_random(path: Path) -> str:
     return text
 
 
-def authenticate(tenants: TenantDirectory, authorization: str | None) -> Tenant:
-    """The tenant of an `Authorization` header. Raises `AuthenticationError`."""
+def authenticate(tenants: TenantDirectory, authorization: str | None, now: float | None = None) -> Caller:
+    """Who an `Authorization` header speaks for. Raises `AuthenticationError`."""
     scheme, _, key = (authorization or "").partition(" ")
     key = key.strip()
     if scheme.lower() != "bearer" or not key:
         raise AuthenticationError("No API key: send it as `Authorization: Bearer rg-…`.")
-    tenant = tenants.find(hash_api_key(tenants.secret, key))
-    if tenant is None:
+    caller = tenants.find(hash_api_key(tenants.secret, key))
+    if caller is None:
         # A short "key" would be shown whole by its last four characters.
-        shown = f" (it ends in {key[-4:]})" if len(key) >= 16 else ""
-        raise AuthenticationError(f"Incorrect API key{shown}.")
-    return tenant
+        raise AuthenticationError(f"Incorrect API key{f' (it ends in {key[-4:]})' if len(key) >= 16 else ''}.")
+    problem = caller.problem(time.time() if now is None else now)
+    if problem is not None:
+        raise AuthenticationError(f"This API key (it ends in {key[-4:]}) {problem}.")
+    return caller
 
 
-def tenant_guard(tenants: TenantDirectory) -> Callable[[ASGIConnection[Any, Any, Any, State], BaseRouteHandler], None]:
-    """A litestar guard: it runs before the body is read, and leaves the tenant on the request."""
+Guard = Callable[[ASGIConnection[Any, Any, Any, State], BaseRouteHandler], None]
+
+
+def tenant_guard(tenants: TenantDirectory) -> Guard:
+    """A litestar guard: it runs before the body is read, and leaves the caller on the request."""
 
     def require_tenant(connection: ASGIConnection[Any, Any, Any, State], _: BaseRouteHandler) -> None:
-        tenant = authenticate(tenants, connection.headers.get("authorization"))
-        request_context(connection.scope).tenant = tenant
+        caller = authenticate(tenants, connection.headers.get("authorization"))
+        context = request_context(connection.scope)
+        context.caller, context.tenant = caller, caller.tenant
 
     return require_tenant
+
+
+def role_guard(*roles: Role) -> Guard:
+    """Behind `tenant_guard`: only these roles get any further, whatever they ask for."""
+
+    def require_role(connection: ASGIConnection[Any, Any, Any, State], _: BaseRouteHandler) -> None:
+        caller = request_context(connection.scope).caller
+        assert caller is not None, "tenant_guard runs before"
+        if caller.key.role not in roles:
+            raise PermissionDeniedError(f"This is for {' and '.join(roles)} keys; this one is a {caller.key.role} key.")
+
+    return require_role

@@ -49,8 +49,9 @@ from gateway.auth import load_or_create_secret
 from gateway.chat_request import parse_chat_request
 from gateway.first_run import with_demo_tenant
 from gateway.prompt import PromptDocuments
+from gateway.prompt_scopes import PromptScopes
 from gateway.served_model import ServedModel
-from gateway.tenants import Tenant, TenantDirectory, narrow_scope
+from gateway.tenants import Tenant, TenantDirectory
 
 ANSWER_SECONDS = 30.0
 VERIFY_SECONDS = 3600.0
@@ -128,13 +129,14 @@ def _tier_line(tier: TierStats) -> str:
 
 def _explain(arguments: argparse.Namespace, settings: Settings) -> int:
     settings = with_demo_tenant(settings)
-    tenant = _tenant(settings, arguments.tenant)
+    directory = _directory(settings)
+    tenant = _tenant(directory, settings, arguments.tenant)
     try:
         raw = Path(arguments.file).read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {arguments.file}: {error.strerror}") from error
     with EngineConnection(engine_endpoint(settings)) as engine:
-        submit = _submit(raw, tenant, engine.ask(Hello(), EngineInfo), settings)
+        submit = _submit(raw, directory, tenant, engine.ask(Hello(), EngineInfo), settings)
         explained = engine.call(lambda call_id: Explain(call_id=call_id, submit=submit), Explained)
     if arguments.json:
         print(msgspec.json.encode(explained.parts).decode())
@@ -146,14 +148,14 @@ def _explain(arguments: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def _submit(raw: bytes, tenant: Tenant, info: EngineInfo, settings: Settings) -> Submit:
+def _submit(raw: bytes, directory: TenantDirectory, tenant: Tenant, info: EngineInfo, settings: Settings) -> Submit:
     request = parse_chat_request(raw, "application/json", settings.server.max_choices)
     if request.retrieval is not None:
         raise UnsupportedParameterError(
             "explain does not search collections: give the documents that were found as `documents`", param="retrieval"
         )
-    scope = narrow_scope(tenant.scope, request.narrowing)
-    segments = ServedModel.of(info).prompts.build(request.messages, PromptDocuments(request.documents), scope)
+    scopes = PromptScopes.of_request(directory.secret, tenant, request.narrowing, directory.published)
+    segments = ServedModel.of(info).prompts.build(request.messages, PromptDocuments(request.documents), scopes)
     return Submit(
         request_id="explain",
         tenant_id=tenant.id,
@@ -163,12 +165,15 @@ def _submit(raw: bytes, tenant: Tenant, info: EngineInfo, settings: Settings) ->
     )
 
 
-def _tenant(settings: Settings, tenant_id: str | None) -> Tenant:
+def _directory(settings: Settings) -> TenantDirectory:
     secret = load_or_create_secret(settings.security.secret, settings.store.data_dir)
-    directory = TenantDirectory(secret, settings.tenants)
+    return TenantDirectory(secret, settings.tenants)
+
+
+def _tenant(directory: TenantDirectory, settings: Settings, tenant_id: str | None) -> Tenant:
     for tenant in settings.tenants:
         if tenant_id in (None, tenant.id) and (found := directory.find(next(iter(tenant.key_hashes), ""))):
-            return found
+            return found.tenant
     raise ConfigError(f"no tenant {tenant_id!r} with an API key", param="tenants")
 
 

@@ -28,6 +28,7 @@ from gateway.openai_types import (
 )
 from gateway.prefill_ahead import prefill
 from gateway.prompt import Message, PromptDocuments
+from gateway.prompt_scopes import PromptScopes
 from gateway.query_rewrite import rewrite_query
 from gateway.retrieval_request import ChatRetrieval
 from gateway.retrieval_service import RetrievalService
@@ -140,13 +141,15 @@ class ChatRetriever:
         self._engine = engine
         self._service = service
 
-    async def documents(self, request: ChatRequest, tenant: Tenant, scope: bytes, model: ServedModel) -> ChatDocuments:
+    async def documents(
+        self, request: ChatRequest, tenant: Tenant, scopes: PromptScopes, model: ServedModel
+    ) -> ChatDocuments:
         """Raises `RadixgateError` or `RetrievalError`."""
         if request.retrieval is None:
             return _clients_own(request)
         if self._service is None:
             raise UnsupportedParameterError("`retrieval`: this server has none.", param="retrieval")
-        return await self._retrieve(self._service, request.retrieval, request, tenant, scope, model)
+        return await self._retrieve(self._service, request.retrieval, request, tenant, scopes, model)
 
     async def _retrieve(
         self,
@@ -154,7 +157,7 @@ class ChatRetriever:
         wanted: ChatRetrieval,
         request: ChatRequest,
         tenant: Tenant,
-        scope: bytes,
+        scopes: PromptScopes,
         model: ServedModel,
     ) -> ChatDocuments:
         names = [await service.searcher.resolve(tenant.id, each) for each in wanted.vector_store_ids]
@@ -163,16 +166,16 @@ class ChatRetriever:
         if not query.strip():
             raise InvalidRequestError("The last user message, which is searched for, is empty.", param="messages")
         if wanted.rewrite_query:
-            query = await rewrite_query(self._engine, model, tenant, scope, messages, query)
+            query = await rewrite_query(self._engine, model, tenant, scopes, messages, query)
         system = [message for message in messages if message.role == "system"]
-        service.prefill.saw_prompt(tenant.id, system, scope)
-        found = await self._search(service, names, wanted, query, request, tenant, scope, model)
+        service.prefill.saw_prompt(tenant.id, system, scopes)
+        found = await self._search(service, names, wanted, query, request, tenant, scopes, model)
         await service.popularity.load(tenant.id)
-        earlier = await service.conversations.recall(tenant.id, scope, _pairs(messages))
+        earlier = await service.conversations.recall(tenant.id, scopes.own.scope, _pairs(messages))
         retrieved = RetrievedDocuments(
             service=service,
             tenant=tenant,
-            scope=scope,
+            scope=scopes.own.scope,
             messages=messages,
             query=query,
             found=tuple(found),
@@ -188,14 +191,14 @@ class ChatRetriever:
         query: str,
         request: ChatRequest,
         tenant: Tenant,
-        scope: bytes,
+        scopes: PromptScopes,
         model: ServedModel,
     ) -> list[Found]:
         speculation: list[asyncio.Task[None]] = []
 
         def prefill_best(best: Found) -> None:
             system = [message for message in request.messages if message.role == "system"]
-            segments = model.prompts.build_head(system, _as_document(best, model), scope)
+            segments = model.prompts.build_head(system, _as_document(best, model), scopes)
             speculation.append(asyncio.create_task(_speculate(self._engine, tenant.id, segments)))
 
         try:

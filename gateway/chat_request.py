@@ -64,6 +64,8 @@ class ChatBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     ignore_eos: bool = False
     use_cache: bool = True
+    system_prompt_id: Annotated[str, Meta(min_length=1, max_length=64)] | None = None  # one the operator has published
+    cache_report: bool = False
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """One chat completion as an ASGI response: it owns the engine requests from the first to the last byte.
 
+    admit  ─► 429, or the request's part of its tenant's limits is set aside (metering.py)
     submit ─► first delta of choice 0 (the account) ─► status and headers ─► body
               an error up to here is an HTTP status     an error from here on is an event in the stream
 
@@ -20,11 +21,13 @@ from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Receiv
 
 from engine.errors import RadixgateError
 from engine.protocol import FinishReason, PromptAccount, Submit
+from gateway.cache_report import CacheReport, ReportRequest
 from gateway.chat_documents import ChatDocuments
 from gateway.drain import Drain
 from gateway.engine_port import Engine
 from gateway.error_responses import error_body
 from gateway.generation import ClientDisconnectedError, Generation, Update
+from gateway.metering import Attempt, Meter, Metering
 from gateway.openai_types import (
     AssistantMessage,
     ChatCompletion,
@@ -59,6 +62,12 @@ class _Tally:
 
     account: PromptAccount
     num_output_tokens: list[int]
+    meter: Meter
+    report: CacheReport | None
+
+    def set_output(self, choice: int, num_output_tokens: int) -> None:
+        self.num_output_tokens[choice] = num_output_tokens
+        self.meter.num_output_tokens = sum(self.num_output_tokens)
 
     def usage(self) -> Usage:
         prompt, completion = self.account.num_prompt_tokens, sum(self.num_output_tokens)
@@ -80,50 +89,62 @@ class ChatCompletionResponse:
         documents: ChatDocuments,
         engine: Engine,
         drain: Drain,
+        metering: Metering,
+        attempt: Attempt,
         *,
         stream: bool,
         include_usage: bool,
+        report: ReportRequest | None,
     ) -> None:
         self._header = header
         self._submits = submits
         self._documents = documents
         self._engine = engine
         self._drain = drain
+        self._metering = metering
+        self._attempt = attempt
         self._stream = stream
         self._include_usage = include_usage
+        self._report = report
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = request_context(scope)
         context.model, context.stream = self._header.model, self._stream
-        async with Generation(self._engine, self._submits, context.timing) as generation:
-            with self._drain.admit(generation.fail):
-                async with _fail_on_disconnect(receive, generation):
-                    try:
-                        await self._answer(generation, context, send)
-                    except ClientDisconnectedError:
-                        context.outcome = "disconnected"
+        async with self._metering.admit(self._attempt) as meter:
+            context.headers = meter.headers()
+            async with Generation(self._engine, self._submits, context.timing) as generation:
+                with self._drain.admit(generation.fail):
+                    async with _fail_on_disconnect(receive, generation):
+                        try:
+                            await self._answer(generation, meter, context, send)
+                        except ClientDisconnectedError:
+                            context.outcome = "disconnected"
+                            meter.taken_on = meter.aborted = True
 
-    async def _answer(self, generation: Generation, context: RequestContext, send: Send) -> None:
+    async def _answer(self, generation: Generation, meter: Meter, context: RequestContext, send: Send) -> None:
         updates = generation.updates()
-        early, tally = await self._until_account(updates)
+        early, tally = await self._until_account(updates, meter)
+        meter.taken_on = True
         await self._documents.remember()
-        context.account = tally.account
+        context.account = meter.account = tally.account
         order = next(update.delta.document_order for update in early if update.choice == 0)
         context.segments = in_prompt_order(self._submits[0].segments, order)
         body = self._stream_body if self._stream else self._whole_body
         try:
             await body(_chain(early, updates), tally, context, send)
         finally:
-            context.num_output_tokens = sum(tally.num_output_tokens)
+            context.num_output_tokens = meter.num_output_tokens
 
-    async def _until_account(self, updates: AsyncIterator[Update]) -> tuple[list[Update], _Tally]:
+    async def _until_account(self, updates: AsyncIterator[Update], meter: Meter) -> tuple[list[Update], _Tally]:
         """The updates up to the one that carries choice 0's account."""
         early: list[Update] = []
         async for update in updates:
             early.append(update)
-            if update.choice == 0 and update.delta.account is not None:
+            account = update.delta.account
+            if update.choice == 0 and account is not None:
                 self._documents.settle(update.delta.document_order)
-                return early, _Tally(update.delta.account, [0] * len(self._submits))
+                report = self._report.make(account, update.delta.document_order) if self._report else None
+                return early, _Tally(account, [0] * len(self._submits), meter, report)
         raise RadixgateError("the engine answered without an account of the prompt")
 
     # ------------------------------------------------------------ whole
@@ -134,7 +155,7 @@ class ChatCompletionResponse:
         texts: list[list[str]] = [[] for _ in self._submits]
         reasons: dict[int, FinishReasonText] = {}
         async for choice, delta in updates:
-            tally.num_output_tokens[choice] = delta.num_output_tokens
+            tally.set_output(choice, delta.num_output_tokens)
             texts[choice].append(delta.text)
             if delta.finish_reason is not None:
                 reasons[choice] = _finish_reason(delta.finish_reason)
@@ -142,6 +163,8 @@ class ChatCompletionResponse:
             Choice(index=i, message=self._message("".join(text)), finish_reason=reasons[i])
             for i, text in enumerate(texts)
         )
+        await tally.meter.settle()
+        context.headers = tally.meter.headers()
         header = self._header
         completion = ChatCompletion(
             id=header.id,
@@ -151,6 +174,7 @@ class ChatCompletionResponse:
             choices=choices,
             usage=tally.usage(),
             retrieval=self._documents.report() or msgspec.UNSET,
+            cache_report=tally.report or msgspec.UNSET,
         )
         body = _JSON.encode(completion)
         await _send_start(send, "application/json", tally.account, [(b"content-length", str(len(body)).encode())])
@@ -173,6 +197,7 @@ class ChatCompletionResponse:
         except RadixgateError as error:
             # The status is sent: the error is the stream's last event, and no [DONE] follows it.
             context.outcome = error.code
+            tally.meter.failed = True
             await _send_body(send, _event(_JSON.encode(error_body(error, context.request_id))), more=False)
 
     async def _send_chunks(self, updates: AsyncIterator[Update], tally: _Tally, send: Send) -> None:
@@ -180,7 +205,7 @@ class ChatCompletionResponse:
             await self._send_choice(send, ChunkChoice(index=i, delta=ChunkDelta(role="assistant", content="")))
         texts: list[list[str]] = [[] for _ in self._submits]
         async for choice, delta in updates:
-            tally.num_output_tokens[choice] = delta.num_output_tokens
+            tally.set_output(choice, delta.num_output_tokens)
             texts[choice].append(delta.text)
             if delta.text:
                 await self._send_choice(send, ChunkChoice(index=choice, delta=ChunkDelta(content=delta.text)))
@@ -188,8 +213,10 @@ class ChatCompletionResponse:
                 reason = _finish_reason(delta.finish_reason)
                 end = ChunkDelta(citations=self._citations("".join(texts[choice])))
                 await self._send_choice(send, ChunkChoice(index=choice, delta=end, finish_reason=reason))
-        if self._include_usage:
-            await _send_body(send, _event(_JSON.encode(self._chunk((), tally.usage()))), more=True)
+        await tally.meter.settle()
+        if self._include_usage or tally.report is not None:
+            usage = tally.usage() if self._include_usage else msgspec.UNSET
+            await _send_body(send, _event(_JSON.encode(self._chunk((), usage, tally.report))), more=True)
         await _send_body(send, _event(b"[DONE]"), more=False)
 
     async def _send_choice(self, send: Send, choice: ChunkChoice) -> None:
@@ -200,7 +227,12 @@ class ChatCompletionResponse:
         # A send that does not block does not suspend either: other requests, and a disconnect, get their turn here.
         await asyncio.sleep(0)
 
-    def _chunk(self, choices: tuple[ChunkChoice, ...], usage: Usage | msgspec.UnsetType | None) -> ChatCompletionChunk:
+    def _chunk(
+        self,
+        choices: tuple[ChunkChoice, ...],
+        usage: Usage | msgspec.UnsetType | None,
+        report: CacheReport | None = None,
+    ) -> ChatCompletionChunk:
         header = self._header
         return ChatCompletionChunk(
             id=header.id,
@@ -209,6 +241,7 @@ class ChatCompletionResponse:
             system_fingerprint=header.system_fingerprint,
             choices=choices,
             usage=usage,
+            cache_report=report or msgspec.UNSET,
         )
 
 

@@ -1,4 +1,4 @@
-"""The command `radixgate`: serve, demo, doctor, key, cache, version, and what `gateway/operations_cli.py` adds.
+"""The command `radixgate`: serve, demo, doctor, cache, tenant, key, audit, version, and gateway/operations_cli.py's.
 
 Settings come in the same order everywhere: defaults, the TOML file, the environment, flags. Exit codes: 0 done or
 stopped on request, 2 the settings or the model cannot be used, 1 everything else.
@@ -17,15 +17,16 @@ from pathlib import Path
 
 from engine.errors import ConfigError, RadixgateError
 from engine.settings import Settings, load_settings
-from gateway.auth import hash_api_key, load_or_create_secret, new_api_key
 from gateway.cache_command import add_cache_command
 from gateway.demo import run_demo
 from gateway.doctor import run_doctor
 from gateway.first_run import completed, demo_key_path, operator_password_path
+from gateway.isolation_audit import add_audit_command
 from gateway.lint_command import add_lint_command
 from gateway.logging_setup import configure_logging
 from gateway.operations_cli import OperationsCommands
 from gateway.supervisor import Supervisor, local_url
+from gateway.tenant_cli import add_tenant_commands
 
 DEFAULT_CONFIG = Path("radixgate.toml")
 EXIT_UNUSABLE = 2
@@ -80,9 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="a JSON list of the checks")
     doctor.set_defaults(command=_doctor)
 
-    key = commands.add_parser("key", help="make an API key, and the hash that goes into the settings")
-    _add_setting_flags(key)
-    key.set_defaults(command=_key)
+    add_tenant_commands(commands, _add_setting_flags, settings_of)
+    add_audit_command(commands)
 
     cache = commands.add_parser("cache", help="look into the KV cache of a running engine, prove it, or erase from it")
     add_cache_command(cache, _add_setting_flags, settings_of)
@@ -166,15 +166,6 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     return run_doctor(settings_of(arguments), as_json=arguments.json)
-
-
-def _key(arguments: argparse.Namespace) -> int:
-    settings = settings_of(arguments)
-    secret = load_or_create_secret(settings.security.secret, settings.store.data_dir)
-    key = new_api_key()
-    print(f"key   {key}     (give it to the tenant; it is not kept here)")
-    print(f"hash  {hash_api_key(secret, key)}     (into the tenant's key_hashes)")
-    return 0
 
 
 def _version(_: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from engine.protocol import (
     Delta,
     DocumentStats,
     EngineInfo,
+    EngineStats,
     Erase,
     Erased,
     GetDocumentStats,
@@ -33,6 +34,10 @@ class Engine(Protocol):
 
     async def probe(self, timeout: float) -> ProbeResult:
         """One real decode step. Raises `EngineUnavailableError` when none is answered within `timeout` seconds."""
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Raises `EngineUnavailableError`."""
         ...
 
     async def metrics_text(self, timeout: float) -> bytes:

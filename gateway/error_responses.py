@@ -20,6 +20,7 @@ from litestar.exceptions import HTTPException
 from engine.errors import (
     AuthenticationError,
     ConfigError,
+    ConflictError,
     ContextLengthExceededError,
     EngineStepError,
     EngineUnavailableError,
@@ -29,7 +30,9 @@ from engine.errors import (
     NotFoundError,
     OverloadedError,
     PermissionDeniedError,
+    QuotaExceededError,
     RadixgateError,
+    RateLimitError,
     RequestError,
     ServiceError,
     ShuttingDownError,
@@ -72,13 +75,16 @@ ERROR_RESPONSES: dict[type[RadixgateError], ErrorResponse] = {
     ContextLengthExceededError: ErrorResponse(400, "invalid_request_error"),
     ModelNotFoundError: ErrorResponse(404, "invalid_request_error"),
     NotFoundError: ErrorResponse(404, "invalid_request_error"),
-    PermissionDeniedError: ErrorResponse(403, "invalid_request_error"),
+    ConflictError: ErrorResponse(409, "invalid_request_error"),
     AuthenticationError: ErrorResponse(401, "invalid_request_error"),
+    PermissionDeniedError: ErrorResponse(403, "invalid_request_error"),
+    RateLimitError: ErrorResponse(429, "rate_limit"),  # the body says which: requests or tokens
+    QuotaExceededError: ErrorResponse(429, "insufficient_quota"),
     ServiceError: ErrorResponse(503, "server_error", retry_after=2),
     EngineUnavailableError: ErrorResponse(503, "server_error", retry_after=2),
     EngineStepError: ErrorResponse(503, "server_error", retry_after=1),
     OverloadedError: ErrorResponse(503, "server_error", retry_after=1),
-    StoreUnavailableError: ErrorResponse(503, "server_error", retry_after=2),
+    StoreUnavailableError: ErrorResponse(503, "server_error", retry_after=1),
     ShuttingDownError: ErrorResponse(503, "server_error", retry_after=5),
 }
 
@@ -89,7 +95,10 @@ _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_la
 def error_body(error: RadixgateError, request_id: str) -> ErrorBody:
     """The body for an error; the text of an error that is ours stays in the log."""
     message = error.message if isinstance(error, RequestError | ServiceError) else _internal_message(request_id)
-    return ErrorBody(ErrorDetail(message, ERROR_RESPONSES[type(error)].type, error.param, error.code))
+    kind = ERROR_RESPONSES[type(error)].type
+    if type(error) is RateLimitError:
+        kind = error.kind
+    return ErrorBody(ErrorDetail(message, kind, error.param, error.code))
 
 
 def error_headers(error: RadixgateError) -> dict[str, str]:
@@ -97,7 +106,18 @@ def error_headers(error: RadixgateError) -> dict[str, str]:
     headers = {} if retry_after is None else {"retry-after": str(retry_after)}
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, RateLimitError):
+        headers |= _retry_headers(error)
     return headers
+
+
+def _retry_headers(error: RateLimitError) -> dict[str, str]:
+    """OpenAI's SDKs look at the milliseconds first; rounded up, or the retry would come a moment too early."""
+    return {
+        "retry-after-ms": str(error.retry_after_ms),
+        "retry-after": str(-(-error.retry_after_ms // 1000)),
+        "x-should-retry": "false" if isinstance(error, QuotaExceededError) else "true",
+    }
 
 
 # litestar's own alias has an unknown type in it. Each handler is called with errors of the class it is filed under.

@@ -1,6 +1,6 @@
 """What a chat completion looks like on the wire: OpenAI's objects.
 
-Ours inside them are `retrieval` and `citations`, and only where documents were asked for.
+Ours inside them are `retrieval`, `citations` and `cache_report`, and only where they were asked for.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+
+from gateway.cache_report import CacheReport
 
 FinishReasonText = Literal["stop", "length"]
 
@@ -87,6 +89,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[Choice, ...]
     usage: Usage
     retrieval: RetrievalReport | msgspec.UnsetType = msgspec.UNSET
+    cache_report: CacheReport | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -113,6 +116,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[ChunkChoice, ...]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     retrieval: RetrievalReport | msgspec.UnsetType = msgspec.UNSET  # with a choice's finish reason
+    cache_report: CacheReport | msgspec.UnsetType = msgspec.UNSET  # after the last choice
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

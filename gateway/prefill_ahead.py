@@ -24,6 +24,7 @@ from engine.errors import RadixgateError
 from engine.protocol import SamplingParams, Segment, Submit
 from gateway.engine_port import Engine
 from gateway.prompt import Message
+from gateway.prompt_scopes import PromptScopes
 from gateway.served_model import ServedModels, num_tokens
 from retrieval.documents import Document
 from retrieval.errors import RetrievalError
@@ -44,7 +45,7 @@ _REWARM_SECONDS = 60.0
 @dataclass(slots=True)
 class SystemPrompt:
     messages: tuple[Message, ...]
-    scope: bytes
+    scopes: PromptScopes
     uses: int = 0
 
 
@@ -55,8 +56,8 @@ class _Ahead:
     tokens_left: float
     refilled_at: float
     queue: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])  # chunk ids
-    prompts: OrderedDict[tuple[bytes, tuple[Message, ...]], SystemPrompt] = field(
-        default_factory=OrderedDict[tuple[bytes, tuple[Message, ...]], SystemPrompt]
+    prompts: OrderedDict[tuple[PromptScopes, tuple[Message, ...]], SystemPrompt] = field(
+        default_factory=OrderedDict[tuple[PromptScopes, tuple[Message, ...]], SystemPrompt]
     )
 
 
@@ -92,11 +93,11 @@ class PrefillAhead:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def saw_prompt(self, tenant: str, system: Sequence[Message], scope: bytes) -> None:
+    def saw_prompt(self, tenant: str, system: Sequence[Message], scopes: PromptScopes) -> None:
         """A request with documents was sent behind this system prompt."""
         prompts = self._of(tenant).prompts
-        key = (scope, tuple(system))
-        prompt = prompts.get(key) or SystemPrompt(tuple(system), scope)
+        key = (scopes, tuple(system))
+        prompt = prompts.get(key) or SystemPrompt(tuple(system), scopes)
         prompt.uses += 1
         prompts[key] = prompt
         prompts.move_to_end(key)
@@ -142,7 +143,7 @@ class PrefillAhead:
     async def _prefill(self, tenant: str, prompt: SystemPrompt, document: Document) -> int:
         """The tokens that had to be computed."""
         model = await self._models.current()
-        segments = await asyncio.to_thread(model.prompts.build_head, prompt.messages, document, prompt.scope)
+        segments = await asyncio.to_thread(model.prompts.build_head, prompt.messages, document, prompt.scopes)
         return await prefill(self._engine, tenant, segments)
 
     def _of(self, tenant: str) -> _Ahead:

@@ -13,7 +13,8 @@ What many requests share stands first: the system prompt, then the documents, th
 of earlier turns stay where they were, so that a conversation's own prefix survives. Each
 piece of a content is tokenized on its own (`prompt_tokenizer`), so a document has the same token ids beside any
 neighbour. Head and foot are there for that too: a template that strips a content takes white space from them,
-and never from a document.
+and never from a document. A piece also knows how private it is by itself (`Level`); a segment's scope is that of
+the most private piece up to its end (`prompt_scopes.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from typing import Literal
 from engine.errors import InvalidRequestError
 from engine.protocol import Segment, SegmentKind
 from gateway.chat_template import ChatTemplate, Cut, Turn
+from gateway.prompt_scopes import Level, PromptScopes, narrowing_levels
 from gateway.prompt_tokenizer import PromptTokenizer
+from gateway.published import Published
 from retrieval.documents import Document, render
 
 Role = Literal["system", "user", "assistant"]
@@ -47,6 +50,7 @@ class Piece:
 
     kind: SegmentKind
     text: str
+    level: Level | None  # None: ours, the same in every prompt; it goes with what stands around it
     document_id: str | None = None
     tokens: bytes = b""  # packed ids of `text`, if they are known already
 
@@ -82,22 +86,22 @@ class PromptBuilder:
         self._tokenizer = tokenizer
 
     def build(
-        self, messages: Sequence[Message], documents: Sequence[Document] | PromptDocuments, scope: bytes
+        self, messages: Sequence[Message], documents: Sequence[Document] | PromptDocuments, scopes: PromptScopes
     ) -> tuple[Segment, ...]:
         """The segments, whose texts concatenate to the template's own rendering. Raises `InvalidRequestError`.
 
         Documents of the latest turn have kind DOCUMENT, those of earlier ones HISTORY: they have their place.
         """
-        laid_out = lay_out(self._template, messages, documents)
+        laid_out = lay_out(self._template, messages, documents, scopes.published)
         turns = [Turn(message.role, message.content) for message in laid_out]
         cuts = self._template.cut(turns)
         if cuts is None:
-            return self._uncut(turns, scope)
-        return tuple(self._segments(cuts, laid_out, scope))
+            return self._uncut(turns, scopes)
+        return tuple(self._segments(cuts, laid_out, scopes))
 
-    def build_head(self, system: Sequence[Message], document: Document, scope: bytes) -> tuple[Segment, ...]:
+    def build_head(self, system: Sequence[Message], document: Document, scopes: PromptScopes) -> tuple[Segment, ...]:
         """The beginning of every prompt in which this document comes first behind this system prompt."""
-        segments = self.build([*system, Message("user", "?")], [document], scope)
+        segments = self.build([*system, Message("user", "?")], [document], scopes)
         end = next((i for i, each in enumerate(segments, 1) if each.kind is SegmentKind.DOCUMENT), 0)
         return segments[:end]
 
@@ -105,17 +109,25 @@ class PromptBuilder:
         """Packed ids of a document's rendering, for whoever keeps them. Not cached."""
         return self._tokenizer.encode_text(rendered)
 
-    def _segments(self, cuts: Sequence[Cut], messages: Sequence[LaidOutMessage], scope: bytes) -> Iterator[Segment]:
-        for i, cut in enumerate(cuts):
+    def _segments(
+        self, cuts: Sequence[Cut], messages: Sequence[LaidOutMessage], scopes: PromptScopes
+    ) -> Iterator[Segment]:
+        pieces: list[Piece] = []
+        for cut in cuts:
             if cut.turn is None:
-                yield Segment(SegmentKind.TEMPLATE, self._tokenizer.template_tokens(cut.text, begins=i == 0), scope)
-                continue
-            for piece in clip(messages[cut.turn].pieces, cut.text):
+                pieces.append(Piece(SegmentKind.TEMPLATE, cut.text, None))
+            else:
+                pieces += clip(messages[cut.turn].pieces, cut.text)
+        for i, (piece, level) in enumerate(zip(pieces, narrowing_levels(p.level for p in pieces), strict=True)):
+            scope, owner = scopes.layer(level)
+            if piece.kind is SegmentKind.TEMPLATE:
+                tokens = self._tokenizer.template_tokens(piece.text, begins=i == 0)
+            else:
                 tokens = piece.tokens or self._tokenizer.text_tokens(piece.text, scope)
-                if tokens:
-                    yield Segment(piece.kind, tokens, scope, piece.document_id)
+            if tokens:
+                yield Segment(piece.kind, tokens, scope, piece.document_id, owner)
 
-    def _uncut(self, turns: Sequence[Turn], scope: bytes) -> tuple[Segment, ...]:
+    def _uncut(self, turns: Sequence[Turn], scopes: PromptScopes) -> tuple[Segment, ...]:
         """A template that repeats or rewrites contents: one segment, if the contents bring no special token along."""
         whole = self._template.render(turns)
         blank = self._template.render([Turn(turn.role, "x") for turn in turns])
@@ -126,20 +138,24 @@ class PromptBuilder:
                 "rewrites messages in a way that does not let it be kept apart.",
                 param="messages",
             )
-        return (Segment(SegmentKind.TEMPLATE, self._tokenizer.rendering_tokens(whole, scope), scope),)
+        scope, owner = scopes.layer(Level.OWN)
+        return (Segment(SegmentKind.TEMPLATE, self._tokenizer.rendering_tokens(whole, scope), scope, owner=owner),)
 
 
 def lay_out(
-    template: ChatTemplate, messages: Sequence[Message], documents: Sequence[Document] | PromptDocuments
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    documents: Sequence[Document] | PromptDocuments,
+    published: Published,
 ) -> list[LaidOutMessage]:
     """Where system prompt and documents go, by what the template can say. Without a place given: to the head."""
     placed = documents if isinstance(documents, PromptDocuments) else PromptDocuments(tuple(documents))
-    laid_out = _turns(messages, placed)
+    laid_out = _turns(messages, placed, published)
     system_end = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
-    head = _head_pieces(messages, placed)
+    head = _head_pieces(messages, placed, published)
     if head and template.system_leads:
         if system_end == 0:
-            default = (Piece(SegmentKind.SYSTEM, template.default_system),) if template.default_system else ()
+            default = (_ours(SegmentKind.SYSTEM, template.default_system),) if template.default_system else ()
             return [LaidOutMessage("system", (*default, *_spaced(head, bool(default)))), *laid_out]
         pieces = laid_out[system_end - 1].pieces
         pieces = (*pieces, *_spaced(head, bool(pieces[-1].text)))
@@ -148,7 +164,8 @@ def lay_out(
     lead: tuple[Piece, ...] = ()
     if system_end and not template.supports_system:
         text = _GAP.join(message.text for message in messages[:system_end])
-        lead, laid_out = (Piece(SegmentKind.SYSTEM, text),), laid_out[system_end:]
+        level = max(_system_level(message, published) for message in messages[:system_end])
+        lead, laid_out = (Piece(SegmentKind.SYSTEM, text, level),), laid_out[system_end:]
     if head:
         lead = (*lead, *_spaced(head, bool(lead)))
     return _lead_first_user_turn(laid_out, lead) if lead else laid_out
@@ -169,20 +186,21 @@ def clip(pieces: Sequence[Piece], text: str) -> Iterator[Piece]:
             yield piece if kept == piece.text else replace(piece, text=kept, tokens=b"")
 
 
-def _turns(messages: Sequence[Message], placed: PromptDocuments) -> list[LaidOutMessage]:
+def _turns(messages: Sequence[Message], placed: PromptDocuments, published: Published) -> list[LaidOutMessage]:
     """Every message with the documents of its own turn before it."""
     question = _question(messages)
     laid_out: list[LaidOutMessage] = []
     for i, message in enumerate(messages):
         system = message.role == "system"
         kind = SegmentKind.SYSTEM if system else SegmentKind.QUESTION if i == question else SegmentKind.HISTORY
-        pieces: tuple[Piece, ...] = (Piece(kind, message.text),)
+        level = _system_level(message, published) if system else Level.OWN
+        pieces: tuple[Piece, ...] = (Piece(kind, message.text, level),)
         if i == question and placed.note:
-            pieces = (Piece(SegmentKind.HISTORY, placed.note + _GAP), *pieces)
+            pieces = (Piece(SegmentKind.HISTORY, placed.note + _GAP, Level.OWN), *pieces)
         if documents := placed.turns.get(i):
             kind = SegmentKind.DOCUMENT if i == question else SegmentKind.HISTORY
-            run = _document_pieces(documents, kind, SegmentKind.HISTORY)
-            pieces = (*run, Piece(SegmentKind.HISTORY, _GAP), *pieces)
+            run = _document_pieces(documents, kind, SegmentKind.HISTORY, published)
+            pieces = (*run, _ours(SegmentKind.HISTORY, _GAP), *pieces)
         laid_out.append(LaidOutMessage(message.role, pieces))
     return laid_out
 
@@ -191,17 +209,31 @@ def _question(messages: Sequence[Message]) -> int | None:
     return max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
 
 
-def _head_pieces(messages: Sequence[Message], placed: PromptDocuments) -> tuple[Piece, ...]:
+def _head_pieces(messages: Sequence[Message], placed: PromptDocuments, published: Published) -> tuple[Piece, ...]:
     if not placed.head:
         return ()
     is_latest = _question(messages) not in placed.turns
     kind = SegmentKind.DOCUMENT if is_latest else SegmentKind.HISTORY
-    return _document_pieces(placed.head, kind, SegmentKind.SYSTEM)
+    return _document_pieces(placed.head, kind, SegmentKind.SYSTEM, published)
 
 
-def _document_pieces(documents: Sequence[Document], kind: SegmentKind, frame: SegmentKind) -> tuple[Piece, ...]:
-    bodies = [Piece(kind, render(document), document.id, document.tokens) for document in documents]
-    return (Piece(frame, _HEAD), *bodies, Piece(frame, _FOOT))
+def _document_pieces(
+    documents: Sequence[Document], kind: SegmentKind, frame: SegmentKind, published: Published
+) -> tuple[Piece, ...]:
+    bodies: list[Piece] = []
+    for document in documents:
+        level = Level.PUBLIC if published.is_public_document(document) else Level.SHARED
+        bodies.append(Piece(kind, render(document), level, document.id, document.tokens))
+    return (_ours(frame, _HEAD), *bodies, _ours(frame, _FOOT))
+
+
+def _system_level(message: Message, published: Published) -> Level:
+    return Level.PUBLIC if published.is_public_prompt(message.text) else Level.SHARED
+
+
+def _ours(kind: SegmentKind, text: str) -> Piece:
+    """Text that this file or the model's template brings along: the same for everybody."""
+    return Piece(kind, text, None)
 
 
 def _spaced(pieces: Sequence[Piece], follows_text: bool) -> Sequence[Piece]:
@@ -216,5 +248,5 @@ def _lead_first_user_turn(messages: list[LaidOutMessage], lead: tuple[Piece, ...
             "This model's chat template has no place for a system prompt or documents without a user message.",
             param="messages",
         )
-    pieces = (*lead, Piece(SegmentKind.SYSTEM, _GAP), *messages[first].pieces)
+    pieces = (*lead, _ours(SegmentKind.SYSTEM, _GAP), *messages[first].pieces)
     return [*messages[:first], LaidOutMessage("user", pieces), *messages[first + 1 :]]

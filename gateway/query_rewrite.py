@@ -13,6 +13,7 @@ from contextlib import aclosing
 from engine.protocol import SamplingParams, Submit
 from gateway.engine_port import Engine
 from gateway.prompt import Message
+from gateway.prompt_scopes import PromptScopes
 from gateway.served_model import ServedModel, num_tokens
 from gateway.tenants import Tenant
 
@@ -26,13 +27,13 @@ _MAX_CHARACTERS = 2_000  # of a message
 
 
 async def rewrite_query(
-    engine: Engine, model: ServedModel, tenant: Tenant, scope: bytes, messages: Sequence[Message], question: str
+    engine: Engine, model: ServedModel, tenant: Tenant, scopes: PromptScopes, messages: Sequence[Message], question: str
 ) -> str:
     """The question itself when the model has nothing to say. Raises `RadixgateError`."""
     turns = [message for message in messages if message.role != "system"][-_MAX_MESSAGES:]
     conversation = "\n".join(f"{message.role}: {message.text[:_MAX_CHARACTERS]}" for message in turns)
     prompt = [Message("system", _INSTRUCTION), Message("user", f"{conversation}\n\nSearch query:")]
-    segments = await asyncio.to_thread(model.prompts.build, prompt, (), scope)
+    segments = await asyncio.to_thread(model.prompts.build, prompt, (), scopes)
     if num_tokens(segments) + _MAX_TOKENS > model.info.max_model_len:
         return question
     submit = Submit(

@@ -14,7 +14,7 @@ from litestar.types import Message, Scope
 
 from engine.protocol import PromptAccount, Segment
 from gateway.request_timing import RequestTiming
-from gateway.tenants import Tenant
+from gateway.tenants import Caller, Tenant
 
 # A client's id goes into our log: no line breaks, no unbounded length.
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
@@ -25,8 +25,10 @@ _KEY = "radixgate"
 class RequestContext:
     request_id: str
     tenant: Tenant | None = None
+    caller: Caller | None = None
     account: PromptAccount | None = None
     num_output_tokens: int = 0
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])  # of its response
     outcome: str = ""  # an error code, or `disconnected`
     model: str = ""
     stream: bool = False
@@ -47,8 +49,9 @@ def request_context(scope: Scope) -> RequestContext:
 async def add_request_id(message: Message, scope: Scope) -> None:
     """A litestar `before_send` hook: it also sees the responses that no handler made (404, 405, 413)."""
     if message["type"] == "http.response.start":
-        header = (b"x-request-id", request_context(scope).request_id.encode("ascii"))
-        message["headers"] = [*message["headers"], header]
+        context = request_context(scope)
+        header = (b"x-request-id", context.request_id.encode("ascii"))
+        message["headers"] = [*message["headers"], *context.headers, header]
 
 
 def _request_id(scope: Scope) -> str:

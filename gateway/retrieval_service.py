@@ -68,7 +68,7 @@ class RetrievalService:
 
     async def erase(self, tenant: Tenant, chunk_ids: Sequence[str]) -> int | None:
         """The KV of passages that this tenant has deleted; what others have of the operator's goes as well."""
-        owner = None if tenant.id == self.settings.operator_tenant else tenant.id
+        owner = None if tenant.id == self.settings.operator_tenant else tenant.owner or tenant.id
         return await self.erasure.erase(owner, [document_id_of(each) for each in chunk_ids])
 
     def _ingested(self, job: Job, member: CollectionFile) -> None:

@@ -17,6 +17,7 @@ from gateway.chat_request import ChatRequest
 from gateway.chat_template import ChatTemplate
 from gateway.engine_port import Engine
 from gateway.prompt import PromptBuilder, PromptDocuments
+from gateway.prompt_scopes import PromptScopes
 from gateway.prompt_tokenizer import PromptTokenizer
 
 # Above these, a prompt is built in a thread: tokenizing takes about half a microsecond a character, rendering about
@@ -41,13 +42,15 @@ class ServedModel:
     def describes(self, info: EngineInfo) -> bool:
         return self.info.tokenizer_json == info.tokenizer_json and self.info.chat_template == info.chat_template
 
-    async def build_prompt(self, request: ChatRequest, documents: PromptDocuments, scope: bytes) -> tuple[Segment, ...]:
+    async def build_prompt(
+        self, request: ChatRequest, documents: PromptDocuments, scopes: PromptScopes
+    ) -> tuple[Segment, ...]:
         """Raises `ContextLengthExceededError` when the prompt leaves no room for a single token."""
         num_characters = request.num_characters + documents.num_characters
         if num_characters <= _INLINE_CHARACTERS and len(request.messages) <= _INLINE_MESSAGES:
-            segments = self.prompts.build(request.messages, documents, scope)
+            segments = self.prompts.build(request.messages, documents, scopes)
         else:
-            segments = await asyncio.to_thread(self.prompts.build, request.messages, documents, scope)
+            segments = await asyncio.to_thread(self.prompts.build, request.messages, documents, scopes)
         self._check_length(num_tokens(segments))
         return segments
 

@@ -125,14 +125,14 @@ def build_server(settings: Settings) -> GatewayServer:
         logger.warning("no tenant has an API key: every request to /v1 will be refused; see `radixgate key`")
     drain = Drain()
     engine = EngineClient(engine_endpoint(settings))
-    store = StoreClient(settings.store.url or None)
+    store = StoreClient(settings.store.url or None, settings.store.timeout_ms / 1000)
     operations = Operations(settings, store)
     app = create_app(
         settings,
         engine,
         tenants,
         drain=drain,
-        store_problem=store.problem,
+        store=store,
         redis=connect_store(store_url(settings)),
         embedder=EmbedderClient(embedder_endpoint(settings)),
         operations=operations,

@@ -50,7 +50,6 @@ from engine.settings import (
     PREFIX,
     SecuritySettings,
     Settings,
-    StoreSettings,
     embedder_endpoint,
     runtime_dir,
     settings_environ,
@@ -185,7 +184,7 @@ class Supervisor:
     def _environ(self, name: str) -> dict[str, str]:
         settings = self._settings
         if self._store is not None:
-            store = StoreSettings(data_dir=settings.store.data_dir, url=self._store.url, port=settings.store.port)
+            store = msgspec.structs.replace(settings.store, url=self._store.url)
             settings = msgspec.structs.replace(settings, store=store)
         if name in ("engine", "embedder"):
             settings = msgspec.structs.replace(settings, security=SecuritySettings(), tenants=())

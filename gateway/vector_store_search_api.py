@@ -9,6 +9,7 @@ from litestar.params import FromPath
 from gateway.engine_port import Engine
 from gateway.http_io import HttpRequest, body_of, json_response, tenant_of
 from gateway.prompt import Message
+from gateway.prompt_scopes import PromptScopes
 from gateway.query_rewrite import rewrite_query
 from gateway.retrieval_request import compile_filters
 from gateway.retrieval_service import RetrievalService
@@ -25,7 +26,12 @@ def vector_store_search_routes(
     async def rewritten(tenant: Tenant, texts: tuple[str, ...]) -> tuple[str, ...]:
         model = await models.current()
         return tuple(
-            [await rewrite_query(engine, model, tenant, tenant.scope, [Message("user", text)], text) for text in texts]
+            [
+                await rewrite_query(
+                    engine, model, tenant, PromptScopes.only(tenant.scope, tenant.owner), [Message("user", text)], text
+                )
+                for text in texts
+            ]
         )
 
     @post("/vector_stores/{store_id:str}/search", status_code=200)

@@ -40,8 +40,9 @@ def specialisations() -> list[Specialisation]:
                 found.append(Specialisation(architecture, kernel, head_dim, every_option=True))
             found.append(Specialisation(architecture, kernel, dtype=torch.float16, kv_dtype=torch.float16))
             found.append(Specialisation(architecture, kernel, block_size=256))
+            if eight_bits != torch.int8:
+                found.append(Specialisation(architecture, kernel, kv_dtype=torch.int8))
         if eight_bits != torch.int8:
-            found.append(Specialisation(architecture, "decode", kv_dtype=torch.int8))
             found.append(Specialisation(architecture, "store", kv_dtype=torch.int8))
         for kernel in ("reduce", "store", "rerotate"):
             found += [Specialisation(architecture, kernel, head_dim) for head_dim in (64, 80, 96, 128, 256)]

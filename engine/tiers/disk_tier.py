@@ -219,6 +219,14 @@ class DiskTier:
             paths.append(path[::-1])
         return paths
 
+    def leaves_by_last_use(self) -> list[int]:
+        """The ends of all paths, the one used last at the end."""
+        directory = self.directory
+        if directory is None:
+            return []
+        leaves = (slot for slot in directory.ready_slots() if not directory.has_children(slot))
+        return sorted(leaves, key=lambda slot: directory.last_used[slot])
+
     # ------------------------------------------------------------------ index
 
     def poll(self) -> bool:

@@ -77,7 +77,7 @@ class RecordFormat:
         sums = [digest(view[start : start + body]) for start in range(0, count * size, size)]
         words = np.frombuffer(group, dtype="<u4", count=count * size // 4).reshape(count, -1)
         whole = np.equal(records["check"], np.array(sums, dtype=np.uint64)).astype(np.bool_)
-        return records, ~words.any(axis=1), whole
+        return records, np.logical_not(words.any(axis=1)).astype(np.bool_), whole
 
 
 def names_of(directory: TierDirectory, slot: int) -> list[tuple[bytes, Name, bytes]]:

@@ -37,6 +37,7 @@ from engine.tiers.io_thread import IoDone, IoKind
 
 READ_PATIENCE = 10.0  # seconds that a request waits for the disk
 _MAX_READ_SHARE = 2  # reads of one path take at most 1/2 of the host tier
+_PRELOAD_DEPTH = 8  # blocks that are being read ahead of any request
 _MAX_WRITE_SHARE = 4  # slots pinned by writes that wait: at most 1/4
 
 
@@ -90,7 +91,9 @@ class TieredCache:
         disk: DiskTier | None = None,
         write_through_hits: int = 2,
         erasures: ErasureLog | None = None,
+        preload: bool = False,
     ) -> None:
+        """`preload`: after a restart, what was used last is brought from disk to host memory before it is asked for."""
         self.host_slab = host
         self.block_size = block_size
         self.host = TierDirectory(host.num_slots, block_size, root_key, policy)
@@ -99,6 +102,8 @@ class TieredCache:
         self.counters = TierCounters()
         self.write_through_hits = write_through_hits
         self._erasures = erasures
+        self._wants_preload = preload
+        self._preload: list[int] = []  # disk slots of leaves, the next one last
         self._offloads: list[BlockOffload] = []
         self._writes: dict[int, int] = {}  # host slot whose offload is awaited → disk slot to write it to
         self._transit: set[int] = set()  # private host slots on their way to the disk
@@ -365,6 +370,8 @@ class TieredCache:
             return
         if self.disk.poll():
             self._resume_erasures()
+            if self._wants_preload:
+                self._preload = self.disk.leaves_by_last_use()
         for done in self.disk.completed():
             match done.job.kind:
                 case IoKind.READ:
@@ -375,6 +382,19 @@ class TieredCache:
                     self.host.unpin(done.job.host_slot)
                 case IoKind.CLEAR:
                     pass
+        self._continue_preload()
+
+    def _continue_preload(self) -> None:
+        """A few blocks at a time, so that a request that needs the disk does not wait behind them."""
+        while self._preload and self.disk is not None and self.disk.directory is not None:
+            if self.disk.pending_read_bytes >= _PRELOAD_DEPTH * self.host_slab.block_bytes:
+                return
+            if self.host.num_free <= self.host_slab.num_slots // _MAX_READ_SHARE:
+                self._preload.clear()
+                return
+            leaf = self._preload.pop()
+            if self.disk.directory.is_ready(leaf):
+                self.start_reads(TierMatch(disk_slots=[leaf]))
 
     def _read(self, done: IoDone) -> None:
         slot = done.job.host_slot

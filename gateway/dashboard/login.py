@@ -60,9 +60,9 @@ class Login:
         """The session of a key or of the operator's password."""
         until = int(time.time()) + SESSION_SECONDS
         key_hash = hash_api_key(self._tenants.secret, credential)
-        tenant = self._tenants.find(key_hash)
-        if tenant is not None:
-            return Session(role="tenant", tenant_id=tenant.id, stands_on=key_hash, until=until)
+        caller = self._tenants.find(key_hash)
+        if caller is not None and caller.problem(time.time()) is None:
+            return Session(role="tenant", tenant_id=caller.tenant.id, stands_on=key_hash, until=until)
         if self._password_hash and await self._is_password(credential):
             return Session(role="operator", tenant_id="", stands_on=self._password_mark(), until=until)
         return None
@@ -71,8 +71,8 @@ class Login:
         """Whether the key is still valid, and still of this tenant, or the password still the same."""
         if not session.tenant_id:
             return bool(self._password_hash) and session.stands_on == self._password_mark()
-        tenant = self._tenants.find(session.stands_on)
-        return tenant is not None and tenant.id == session.tenant_id
+        caller = self._tenants.find(session.stands_on)
+        return caller is not None and caller.tenant.id == session.tenant_id and caller.problem(time.time()) is None
 
     async def _is_password(self, password: str) -> bool:
         async with self._one_at_a_time:

@@ -16,13 +16,15 @@ from engine.engine import LLMEngine
 from engine.measured_engine import MeasuredEngine
 from engine.protocol import EngineStats
 from engine.server import EngineServer
-from engine.settings import EngineSettings
+from engine.settings import EngineSettings, TenantSettings
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.harness import engine_info
 from tests.gateway.byte_tokenizer import byte_tokenizer
 from tests.gateway.chat_templates import CHATML, SPECIAL_TOKENS
-from tests.gateway.conftest import RunningGateway, run_gateway_thread
+from tests.gateway.conftest import RunningGateway, empty_store_url, run_gateway_thread, store_server
 from tests.gateway.fake_engine import FakeEngine
+
+__all__ = ["empty_store_url", "store_server"]  # fixtures of the gateway's tests
 
 NUM_BLOCKS = 512
 BLOCK_SIZE = 16
@@ -48,16 +50,27 @@ class Stack:
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
     """A gateway with tenants alice, bob, and (in one cache group) carol and dave."""
+    yield from run_stack(tmp_path)
+
+
+def run_stack(
+    tmp_path: Path,
+    *,
+    num_blocks: int = NUM_BLOCKS,
+    store_url: str | None = None,
+    keys: dict[str, str] | None = None,
+    tenants: list[TenantSettings] | None = None,
+) -> Iterator[Stack]:
     tokenizer = byte_tokenizer()
     info = msgspec.structs.replace(
-        engine_info(NUM_BLOCKS, BLOCK_SIZE, 4096),
+        engine_info(num_blocks, BLOCK_SIZE, 4096),
         tokenizer_json=tokenizer.to_str().encode(),
         vocab_size=tokenizer.get_vocab_size(),
         eos_token_ids=(tokenizer.token_to_id("<|im_end|>"),),
         chat_template=CHATML,
         special_tokens=SPECIAL_TOKENS,
     )
-    runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, vocab_size=256)  # bytes only: it never ends by itself
+    runner = FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=256)  # bytes only: it never ends by itself
     settings = EngineSettings(max_num_seqs=16, max_num_batched_tokens=512, prefill_chunk_size=128)
     engine = LLMEngine(info, settings, runner)
     server = EngineServer(MeasuredEngine(engine), f"ipc://{tmp_path}/engine.sock", drain_seconds=0)
@@ -65,7 +78,7 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     thread.start()
     try:
         client = EngineClient(server.endpoint)
-        for gateway in run_gateway_thread(cast("FakeEngine", client)):
+        for gateway in run_gateway_thread(cast("FakeEngine", client), store_url=store_url, keys=keys, tenants=tenants):
             gateway.wait_until(lambda: client.info is not None)
             yield Stack(gateway, engine, runner, server)
     finally:

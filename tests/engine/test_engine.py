@@ -118,7 +118,7 @@ def test_a_health_probe_is_in_no_count_of_requests_and_tokens() -> None:
     harness.run()
     assert list(harness.failures) == [failed]
     after = harness.engine.stats()
-    of_the_device = ("num_steps", "num_step_failures", "num_computed_tokens")
+    of_the_device = ("num_steps", "num_step_failures", "num_computed_tokens", "prefill_tokens_per_second")
     kept = {name: getattr(before, name) for name in of_the_device}
     assert msgspec.structs.replace(after, **kept) == before
     assert after.num_computed_tokens > before.num_computed_tokens

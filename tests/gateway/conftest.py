@@ -25,11 +25,15 @@ from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
 from retrieval.embedder_client import Embedder
 from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.store_server import StoreServer
 from tests.store_server import store_url
 
 __all__ = ["store_url"]
 
 SECRET = b"a secret for tests"
+
+# The store shares a loaded machine with the tests: what a slow answer leads to is tested on its own.
+STORE_TIMEOUT = 10.0
 
 
 @dataclass(slots=True)
@@ -71,6 +75,26 @@ class RunningGateway:
         raise AssertionError("the condition never came true")
 
 
+def four_tenants(keys: dict[str, str]) -> list[TenantSettings]:
+    """alice, bob, and (in one cache group) carol and dave; alice has an admin, and root operates everything."""
+    hashes = {name: (hash_api_key(SECRET, key),) for name, key in keys.items()}
+    groups = {"carol": "research", "dave": "research"}
+    users = [
+        TenantSettings(
+            id=name,
+            key_hashes=hashes[name],
+            admin_key_hashes=hashes["alice-admin"] if name == "alice" else (),
+            cache_group=groups.get(name, ""),
+        )
+        for name in ("alice", "bob", "carol", "dave")
+    ]
+    return [*users, TenantSettings(id="root", operator_key_hashes=hashes["root"])]
+
+
+def new_keys() -> dict[str, str]:
+    return {name: new_api_key() for name in ("alice", "bob", "carol", "dave", "alice-admin", "root")}
+
+
 def run_gateway_thread(
     engine: FakeEngine,
     settings: Settings | None = None,
@@ -78,24 +102,23 @@ def run_gateway_thread(
     operated: bool = False,
     redis: Redis | None = None,
     embedder: Embedder | None = None,
+    store_url: str | None = None,
     keys: dict[str, str] | None = None,
+    tenants: list[TenantSettings] | None = None,
 ) -> Iterator[RunningGateway]:
-    keys = keys or {name: new_api_key() for name in ("alice", "bob", "carol", "dave")}
-    groups = {"carol": "research", "dave": "research"}
-    tenants = [
-        TenantSettings(id=name, key_hashes=(hash_api_key(SECRET, key),), cache_group=groups.get(name, ""))
-        for name, key in keys.items()
-    ]
+    keys = keys or new_keys()
+    tenants = four_tenants(keys) if tenants is None else tenants
     settings = settings or Settings(server=ServerSettings(max_choices=4, max_body_bytes=1 << 20))
     drain = Drain()
     operations = Operations(settings, StoreClient(settings.store.url or None)) if operated else None
+    store = operations.store if operations else StoreClient(store_url, timeout=STORE_TIMEOUT)
     directory = TenantDirectory(SECRET, tenants)
     app = create_app(
         settings,
         engine,
         directory,
         drain=drain,
-        store_problem=operations.store.problem if operations else lambda: None,
+        store=store,
         redis=redis,
         embedder=embedder,
         operations=operations,
@@ -133,3 +156,25 @@ def run_gateway_thread(
 @pytest.fixture
 def gateway() -> Iterator[RunningGateway]:
     yield from run_gateway_thread(FakeEngine())
+
+
+@pytest.fixture(scope="session")
+def store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreServer]:
+    server = StoreServer(tmp_path_factory.mktemp("store"))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def empty_store_url(store_server: StoreServer) -> str:
+    """A store that holds nothing, and is this test's alone while it runs."""
+    store_server.command("FLUSHALL")
+    return store_server.url
+
+
+@pytest.fixture
+def stored_gateway(empty_store_url: str) -> Iterator[RunningGateway]:
+    yield from run_gateway_thread(FakeEngine(), store_url=empty_store_url)

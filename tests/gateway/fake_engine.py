@@ -26,10 +26,13 @@ from engine.protocol import (
     DocumentStats,
     DocumentUse,
     EngineInfo,
+    EngineStats,
     Erase,
     Erased,
+    EvictionLine,
     FinishReason,
     GetDocumentStats,
+    OwnerUse,
     ProbeResult,
     PromptAccount,
     Segment,
@@ -78,6 +81,9 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.num_probes = 0
         self.probe_result = ProbeResult(probe_id="", ok=True)
+        self.prefill_speed = 1000.0
+        self.owners: tuple[OwnerUse, ...] = ()
+        self.ledger: tuple[EvictionLine, ...] = ()
         self.probe_gate = asyncio.Event()
         self.probe_gate.set()
         self.started = self.closed = False
@@ -126,6 +132,18 @@ class FakeEngine:
         if not self.reachable:
             raise EngineUnavailableError("no engine")
         return self.probe_result
+
+    async def stats(self) -> EngineStats:
+        if not self.reachable:
+            raise EngineUnavailableError("no engine")
+        counts = {name: 0 for name in EngineStats.__struct_fields__ if name.startswith("num_")}
+        return EngineStats(
+            incarnation="1",
+            **counts,  # pyright: ignore[reportArgumentType]
+            prefill_tokens_per_second=self.prefill_speed,
+            owners=self.owners,
+            ledger=self.ledger,
+        )
 
     @property
     def connected(self) -> bool:
@@ -267,7 +285,7 @@ class FakeEngine:
         ids = [i for segment in segments for i in unpack_tokens(segment.tokens)]
         cached = 0
         for end in range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE):
-            if (segments[-1].scope, tuple(ids[:end])) not in self._blocks or end == len(ids):
+            if (_scope_at(segments, end), tuple(ids[:end])) not in self._blocks or end == len(ids):
                 break
             cached = end
         return cached
@@ -279,10 +297,19 @@ class FakeEngine:
             return PromptAccount(disabled=len(ids))
         cached = self._num_cached(submit.segments)
         for end in range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE):
-            block = (submit.segments[-1].scope, tuple(ids[:end]))
+            block = (_scope_at(submit.segments, end), tuple(ids[:end]))
             self._blocks[block] = (submit.tenant_id, _documents_before(submit.segments, end))
         tail = len(ids) % BLOCK_SIZE or 1
         return PromptAccount(device=cached, cold=max(len(ids) - cached - tail, 0), partial_block=tail)
+
+
+def _scope_at(segments: tuple[Segment, ...], end: int) -> bytes:
+    """The scope of the block that ends there: that of its last token."""
+    for segment in segments:
+        end -= len(segment)
+        if end <= 0:
+            return segment.scope
+    raise AssertionError("the block ends behind the prompt")
 
 
 def _documents_before(segments: tuple[Segment, ...], end: int) -> frozenset[str]:

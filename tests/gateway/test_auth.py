@@ -34,8 +34,8 @@ def test_a_hash_is_worth_nothing_without_the_servers_secret() -> None:
 
 def test_the_key_finds_its_tenant_and_no_other() -> None:
     tenants = directory(tenant("a", "key-of-a"), tenant("b", "key-of-b"))
-    assert authenticate(tenants, "Bearer key-of-b").id == "b"
-    assert authenticate(tenants, "bearer  key-of-a ").id == "a"
+    assert authenticate(tenants, "Bearer key-of-b").tenant.id == "b"
+    assert authenticate(tenants, "bearer  key-of-a ").tenant.id == "a"
 
 
 @pytest.mark.parametrize("sent", [None, "", "Bearer", "Bearer ", "Basic key-of-a", "key-of-a", "Bearer key-of-A"])
@@ -76,14 +76,14 @@ def test_an_empty_secret_is_refused() -> None:
 def test_scopes_are_apart_by_tenant_by_group_and_between_the_two() -> None:
     """A tenant named like a group must not land in the group's scope."""
     tenants = directory(tenant("a", "ka"), tenant("b", "kb", "g"), tenant("c", "kc", "g"), tenant("g", "kg"))
-    a, b, c, g = (authenticate(tenants, f"Bearer {key}").scope for key in ("ka", "kb", "kc", "kg"))
+    a, b, c, g = (authenticate(tenants, f"Bearer {key}").tenant.scope for key in ("ka", "kb", "kc", "kg"))
     assert b == c
     assert len({a, b, g}) == 3
     assert {len(scope) for scope in (a, b, g)} == {SCOPE_BYTES}
     other = authenticate(
         TenantDirectory(b"other", [TenantSettings(id="a", key_hashes=(hash_api_key(b"other", "ka"),))]), "Bearer ka"
     )
-    assert other.scope != a
+    assert other.tenant.scope != a
 
 
 def test_narrowing_depends_on_field_value_and_parent_and_not_on_order() -> None:

@@ -9,12 +9,14 @@ from engine.errors import InvalidRequestError
 from engine.protocol import Segment, SegmentKind, unpack_tokens
 from gateway.chat_template import ChatTemplate, Turn
 from gateway.prompt import Message, PromptBuilder, lay_out
+from gateway.prompt_scopes import PromptScopes
 from gateway.prompt_tokenizer import PromptTokenizer
+from gateway.published import Published
 from retrieval.documents import Document
 from tests.gateway.byte_tokenizer import CONTROL, byte_tokenizer
 from tests.gateway.chat_templates import CHATML, CUTTABLE, ECHOING, LLAMA3, SPECIAL_TOKENS
 
-SCOPE = b"s" * 16
+SCOPE = PromptScopes.only(b"s" * 16)
 TOKENIZER = byte_tokenizer()
 DOCUMENTS = [
     Document("a", "Alps", "The Alps are high.  "),
@@ -47,7 +49,7 @@ def test_segments_decode_to_the_templates_rendering_of_the_laid_out_messages(
     """Nothing is lost, doubled or reordered between the template's rendering and the token ids."""
     messages = [Message("system", " Be kind. ")] * with_system + HISTORY
     template = ChatTemplate(source, SPECIAL_TOKENS)
-    laid_out = lay_out(template, messages, documents)
+    laid_out = lay_out(template, messages, documents, Published())
     expected = template.render([Turn(message.role, message.content) for message in laid_out])
     assert text_of(builder(source).build(messages, documents, SCOPE)) == expected
 
@@ -180,5 +182,5 @@ def test_a_thousand_turns_are_cut_like_one() -> None:
 
 def test_every_segment_has_the_scope_and_some_tokens() -> None:
     segments = builder(CHATML).build([Message("system", ""), Message("user", "x")], [], SCOPE)
-    assert {segment.scope for segment in segments} == {SCOPE}
+    assert {segment.scope for segment in segments} == {b"s" * 16}
     assert all(len(segment) > 0 for segment in segments)

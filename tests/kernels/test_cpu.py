@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kernels import reference
 from kernels.cpu import CpuAttention
-from tests.kernels.paged_case import SHAPES, Shape, build_case, shapes
+from kernels.metadata import AttentionMetadata
+from tests.kernels.paged_case import SHAPES, PagedCase, Shape, build_case, shapes
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +96,92 @@ def test_a_sequence_is_computed_alike_alone_and_in_a_batch(cached: int, new: int
     alone.metadata = type(alone.metadata).build([table], [cached], [new], shape.block_size, "cpu")
     alone.query = alone.query[1 : 1 + new]
     assert torch.equal(alone.run(CpuAttention().paged_attention), together)
+
+
+@st.composite
+def exact_shapes(draw: st.DrawFn) -> Shape:
+    """One sequence with the head sizes of real models; long enough for several tiles, sometimes for torch's 512."""
+    kv_heads, group, head_dim = draw(st.sampled_from(HEADS))
+    return Shape(
+        lengths=((0, draw(st.integers(1, 200) | st.integers(500, 700))),),
+        block_size=draw(st.sampled_from([1, 5, 16, 64])),
+        num_kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        sliding_window=draw(st.none() | st.integers(1, 100) | st.integers(500, 600)),
+        soft_cap=draw(st.none() | st.none() | st.just(20.0)),
+        sinks=draw(st.sampled_from([False, False, True])),
+        score_size=draw(st.sampled_from([1.0, 8.0])),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+# (KV heads, group, head size). One KV head is the case in which torch would split one product between threads.
+HEADS = [(3, 3, 64), (2, 4, 128), (1, 8, 64), (1, 1, 64), (1, 4, 256), (4, 1, 96)]
+on_avx512 = pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="established on AVX-512")
+
+
+@on_avx512
+@settings(max_examples=60, deadline=None)
+@given(shape=exact_shapes(), data=st.data())
+def test_i7_a_row_has_the_same_bits_however_its_sequence_is_cut(shape: Shape, data: st.DataObject) -> None:
+    """Tiles that began with the chunk gave a row another number of masked keys, one row alone another kernel."""
+    ((_, length),) = shape.lengths
+    case = build_case(shape)
+    whole = case.run(CpuAttention().paged_attention)
+    cuts = sorted(data.draw(st.sets(st.integers(1, length), max_size=6), label="cuts") | {0, length})
+    for start, end in pairwise(cuts):
+        assert torch.equal(_part(case, start, end), whole[start:end]), f"a chunk [{start}, {end})"
+    for position in data.draw(st.sets(st.integers(0, length - 1), max_size=6), label="decodes"):
+        assert torch.equal(_part(case, position, position + 1), whole[position : position + 1]), f"a decode, {position}"
+
+
+@on_avx512
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_i7_every_position_has_the_same_bits_in_prefill_and_decode(
+    heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Every place in a tile, and the edges of tiles."""
+    kv_heads, group, head_dim = heads
+    lengths = ((0, 135),)
+    shape = Shape(lengths, 16, num_kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype)
+    case = build_case(shape)
+    whole = case.run(CpuAttention().paged_attention)
+    decoded = torch.cat([_part(case, position, position + 1) for position in range(135)])
+    assert torch.equal(decoded, whole)
+
+
+@on_avx512
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_i7_a_row_has_the_same_bits_in_any_batch(data: st.DataObject, dtype: torch.dtype) -> None:
+    """A workspace that a longer neighbour has filled, or a batched product, made a text depend on the load."""
+    lengths = data.draw(
+        st.lists(st.tuples(st.integers(0, 200), st.integers(1, 70) | st.just(1)), min_size=2, max_size=4)
+    )
+    case = build_case(Shape(lengths=lengths, num_kv_heads=3, head_dim=64, block_size=16, dtype=dtype))
+    together = case.run(CpuAttention().paged_attention)
+    row = 0
+    for table, (cached, new) in zip(case.metadata.host_block_tables, lengths, strict=True):
+        metadata = AttentionMetadata.build([table], [cached], [new], 16, "cpu")
+        alone = replace(case, metadata=metadata, query=case.query[row : row + new])
+        assert torch.equal(alone.run(CpuAttention().paged_attention), together[row : row + new])
+        row += new
+
+
+def _part(case: PagedCase, start: int, end: int) -> torch.Tensor:
+    """Rows [start, end) of a case with one sequence, as a step of their own; the keys that follow are NaN."""
+    ((_, length),) = case.shape.lengths
+    (table,) = case.metadata.host_block_tables
+    kv_cache, block_size = case.kv_cache.clone(), case.shape.block_size
+    for position in range(end, length):
+        kv_cache[table[position // block_size], :, :, position % block_size] = torch.nan
+    metadata = AttentionMetadata.build([table], [start], [end - start], block_size, "cpu")
+    return replace(case, kv_cache=kv_cache, metadata=metadata, query=case.query[start:end]).run(
+        CpuAttention().paged_attention
+    )
 
 
 def test_the_workspace_is_good_for_other_sizes_and_dtypes() -> None:

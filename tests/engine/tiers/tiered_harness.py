@@ -42,6 +42,7 @@ class TieredOptions:
     incarnation: str = "one"
     max_pending: int = 65_536
     fingerprint: str = FINGERPRINT
+    preload: bool = False
 
 
 def host_only(num_slots: int, block_size: int = 4, policy: Policy = "lru") -> TieredCache:
@@ -91,6 +92,7 @@ class TieredEngine:
             disk=self.disk,
             write_through_hits=options.write_through_hits,
             erasures=ErasureLog(data_dir / "kv" / "erasures"),
+            preload=options.preload,
         )
         self.tiers.gate = EagerGate(block_bytes)
         self.harness = Harness(

@@ -1,0 +1,223 @@
+"""Why a prompt was computed, piece by piece: the answer to `cache_report: true` or `x-radixgate-cache-report: 1`.
+
+    prompt    | template | system | document a | document b | question |
+    account   ├─ device ───────────────┤├─ diverged ───────────┤├ partial ┤      one account, laid along the prompt
+                                        └── first divergent token
+
+    history   the tenant's last few prompts, as far as hints need them: what of this one is new?
+
+Hints compare a request with earlier ones *of its own tenant*, never with anybody else's: that a prompt is cached for
+another tenant is nothing this tenant may learn. So "another scope" is said only of the tenant's own salts and users.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.protocol import PromptAccount, Segment, SegmentKind
+from gateway.chat_request import ChatRequest
+from retrieval.documents import Document
+
+_MAX_TENANTS = 1024
+_MAX_PROMPTS = 4  # of a tenant
+_MAX_CHARACTERS = 2000  # of a system prompt
+_CACHED = ("device", "host", "disk")
+_CLASSES = (*_CACHED, "cold", "diverged", "evicted", "partial_block", "disabled")
+
+# 2026-11-29, 29.11.2026, 11/29/2026, 12:30, 12:30:59, Nov 29, 1764457200
+_TIMESTAMP = re.compile(
+    r"\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2})?(?:\.\d+)?)?|\d{1,2}[./]\d{1,2}[./]\d{2,4}"
+    r"|\b\d{1,2}:\d{2}(?::\d{2})?\b|\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* \d{1,2}\b|\b1\d{9}\b"
+)
+
+
+class SegmentReport(msgspec.Struct, frozen=True, kw_only=True):
+    kind: str
+    document_id: str | None
+    tokens: int
+    cached_tokens: int
+    classes: dict[str, int]  # those that are not 0
+    first_divergent_token: int | None  # counted from the segment's start; None: all of it was cached
+
+
+class Hint(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
+class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    cached_tokens: int
+    first_divergent_token: int | None
+    segments: tuple[SegmentReport, ...]
+    hints: tuple[Hint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What hints need to know of a prompt."""
+
+    system: str
+    documents: tuple[tuple[str, int], ...]  # id, hash of the text
+    narrowing: tuple[tuple[str, str], ...]
+    has_reasoning: bool  # in an earlier answer
+
+    @classmethod
+    def of(cls, request: ChatRequest, given: Sequence[Document]) -> Outline:
+        system = "\n\n".join(message.text for message in request.messages if message.role == "system")
+        documents = tuple((document.id, hash((document.title, document.text))) for document in given)
+        reasoning = any(message.role == "assistant" and "</think>" in message.text for message in request.messages)
+        return cls(system[:_MAX_CHARACTERS], documents, tuple(sorted(request.narrowing.items())), reasoning)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRequest:
+    """A report that was asked for: made when the account is known."""
+
+    segments: tuple[Segment, ...]
+    outline: Outline
+    earlier: tuple[Outline, ...]  # latest first
+
+    def make(self, account: PromptAccount, document_order: Sequence[int] | None) -> CacheReport:
+        segments = _arranged(self.segments, document_order)
+        cached = account.num_cached_tokens
+        total = account.num_prompt_tokens
+        return CacheReport(
+            prompt_tokens=total,
+            cached_tokens=cached,
+            first_divergent_token=None if cached >= total else cached,
+            segments=tuple(_segment_reports(segments, account)),
+            hints=tuple(_hints(self, account)),
+        )
+
+
+class PromptHistory:
+    """The last prompts of the tenants that asked lately. Bounded in tenants, prompts and characters."""
+
+    def __init__(self) -> None:
+        self._prompts: OrderedDict[str, deque[Outline]] = OrderedDict()
+
+    def note(self, tenant_id: str, outline: Outline) -> tuple[Outline, ...]:
+        """Remembers a prompt; the earlier ones of this tenant, latest first."""
+        prompts = self._prompts.setdefault(tenant_id, deque(maxlen=_MAX_PROMPTS))
+        earlier = tuple(reversed(prompts))
+        if outline not in prompts:
+            prompts.append(outline)
+        self._prompts.move_to_end(tenant_id)
+        if len(self._prompts) > _MAX_TENANTS:
+            self._prompts.popitem(last=False)
+        return earlier
+
+
+# ---------------------------------------------------------------- the account along the prompt
+
+
+def _arranged(segments: Sequence[Segment], order: Sequence[int] | None) -> list[Segment]:
+    """As the prompt was in the end: the engine may have put the documents into another order."""
+    documents = [segment for segment in segments if segment.kind is SegmentKind.DOCUMENT]
+    if order is None or len(order) != len(documents):
+        return list(segments)
+    ordered = iter([documents[i] for i in order])
+    return [next(ordered) if segment.kind is SegmentKind.DOCUMENT else segment for segment in segments]
+
+
+def _segment_reports(segments: Sequence[Segment], account: PromptAccount) -> Iterator[SegmentReport]:
+    runs = [[name, int(getattr(account, name))] for name in _CLASSES]
+    for segment in segments:
+        left, classes = len(segment), Counter[str]()
+        while left and runs:
+            name, count = str(runs[0][0]), int(runs[0][1])
+            taken = min(left, count)
+            if taken:
+                classes[name] += taken
+            left -= taken
+            runs[0][1] = count - taken
+            if count == taken:
+                runs.pop(0)
+        cached = sum(classes[name] for name in _CACHED)
+        yield SegmentReport(
+            kind=segment.kind.value,
+            document_id=segment.document_id,
+            tokens=len(segment),
+            cached_tokens=cached,
+            classes=dict(classes),
+            first_divergent_token=None if cached == len(segment) else cached,
+        )
+
+
+# ---------------------------------------------------------------- hints
+
+
+def _hints(asked: ReportRequest, account: PromptAccount) -> Iterator[Hint]:
+    if account.disabled:
+        yield Hint("caching_disabled", "Caching is off: for this request (`use_cache`), this tenant, or this engine.")
+        return
+    if account.evicted:
+        yield Hint("evicted", f"{account.evicted} tokens were cached once and had to make room.")
+    if asked.outline.has_reasoning:
+        yield Hint(
+            "reasoning_in_history",
+            "An earlier answer comes with its reasoning (`</think>`). Many chat templates leave that out, "
+            "so the prompt differs from what was computed when the answer was given. Send answers without it.",
+        )
+    if account.cold or account.diverged or account.evicted:
+        yield from _differences(asked.outline, asked.earlier)
+
+
+def _differences(now: Outline, earlier: Sequence[Outline]) -> Iterator[Hint]:
+    yield from _system_difference(now, earlier)
+    yield from _document_differences(now, earlier)
+    for before in earlier:
+        if (before.system, before.documents) == (now.system, now.documents) and before.narrowing != now.narrowing:
+            names = sorted({name for name, _ in (*now.narrowing, *before.narrowing)})
+            yield Hint("other_scope", f"The same text was asked under another {' or '.join(f'`{n}`' for n in names)}.")
+            return
+
+
+def _system_difference(now: Outline, earlier: Sequence[Outline]) -> Iterator[Hint]:
+    if any(before.system == now.system for before in earlier) or not now.system:
+        return
+    for before in earlier:
+        at = _first_difference(now.system, before.system)
+        stamp = next((m for m in _TIMESTAMP.finditer(now.system) if m.start() <= at <= m.end()), None)
+        if stamp is not None:
+            yield Hint(
+                "timestamp_in_system_prompt",
+                f"The system prompt changes at character {at}, in what looks like a time: {stamp[0]!r}. Nothing after "
+                "it can be shared. Put it at the prompt's end.",
+            )
+            return
+    for before in earlier:
+        if sorted(before.system.splitlines()) == sorted(now.system.splitlines()):
+            yield Hint(
+                "reordered_system_prompt",
+                "The system prompt has the same lines as before in another order (tools, perhaps): keep one order.",
+            )
+            return
+    if earlier:
+        at = _first_difference(now.system, earlier[0].system)
+        yield Hint("system_prompt_changed", f"The system prompt differs from the last one at character {at}.")
+    elif (stamp := _TIMESTAMP.search(now.system[:200])) is not None:
+        yield Hint("timestamp_in_system_prompt", f"The system prompt begins with what looks like a time: {stamp[0]!r}.")
+
+
+def _document_differences(now: Outline, earlier: Sequence[Outline]) -> Iterator[Hint]:
+    hashes = dict(now.documents)
+    for before in earlier:
+        changed = [name for name, text in before.documents if name in hashes and hashes[name] != text]
+        if changed:
+            yield Hint("document_changed", f"Document {changed[0]!r} has another text than before.")
+            return
+    for before in earlier:
+        if before.documents != now.documents and sorted(before.documents) == sorted(now.documents):
+            yield Hint("documents_reordered", "The same documents were sent in another order before.")
+            return
+
+
+def _first_difference(one: str, other: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,0 +1,299 @@
+"""One suite over both backends of the limits; the store's is a real store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar, cast
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from engine.errors import QuotaExceededError, RateLimitError
+from gateway.rate_limits import (
+    DAY_MS,
+    MINUTE_MS,
+    Backend,
+    Limiter,
+    LocalLimiter,
+    Reservation,
+    StoreLimiter,
+    Window,
+    windows_of,
+)
+from gateway.store_client import StoreClient
+from gateway.tenant_records import RateLimits
+from tests.gateway.store_server import StoreServer
+
+T = TypeVar("T")
+
+REQUESTS = Window("requests_per_minute", MINUTE_MS, 3, "requests")
+TOKENS = Window("tokens_per_minute", MINUTE_MS, 100, "tokens")
+DAY = Window("tokens_per_day", DAY_MS, 150, "tokens")
+
+
+async def open_store(url: str) -> StoreClient:
+    store = StoreClient(url, timeout=10)
+    await store.probe(("PING",))
+    return store
+
+
+@pytest.fixture(params=["store", pytest.param("local")])
+async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+    if request.param == "local":
+        yield LocalLimiter()
+        return
+    store = await open_store(request.getfixturevalue("empty_store_url"))
+    try:
+        yield StoreLimiter(store)
+    finally:
+        await store.close()
+
+
+def used(reservation: Reservation) -> list[int]:
+    return [held.standing.used for held in reservation.held]
+
+
+async def test_what_is_reserved_is_replaced_by_what_was_used(backend: Backend) -> None:
+    first = await backend.reserve("t", "r1", [REQUESTS, TOKENS], 60, None)
+    assert used(first) == [1, 60]
+    await backend.settle(first, 1, 25)
+    assert used(first) == [1, 25]
+    second = await backend.reserve("t", "r2", [REQUESTS, TOKENS], 75, None)
+    assert used(second) == [2, 100]
+
+
+async def test_a_request_that_did_nothing_gives_everything_back(backend: Backend) -> None:
+    reservation = await backend.reserve("t", "r1", [REQUESTS, TOKENS, DAY], 60, 1)
+    await backend.settle(reservation, 0, 0)
+    assert used(reservation) == [0, 0, 0]
+    await backend.reserve("t", "r2", [REQUESTS, TOKENS, DAY], 100, 1)
+
+
+async def test_settling_twice_counts_once(backend: Backend) -> None:
+    """An answer that was lost makes the gateway settle again: the second time must not give tokens away."""
+    reservation = await backend.reserve("t", "r1", [TOKENS], 60, None)
+    other = await backend.reserve("t", "r2", [TOKENS], 30, None)
+    await backend.settle(reservation, 1, 10)
+    await backend.settle(reservation, 1, 10)
+    await backend.settle(other, 1, 30)
+    assert used(other) == [40]
+
+
+async def test_a_refusal_takes_nothing_from_any_window(backend: Backend) -> None:
+    """litellm#41610: a request that one limit refused was counted by the others all the same."""
+    await backend.reserve("t", "r1", [REQUESTS, TOKENS], 90, None)
+    for i in range(5):
+        with pytest.raises(RateLimitError) as caught:
+            await backend.reserve("t", f"refused{i}", [REQUESTS, TOKENS], 20, None)
+        assert caught.value.kind == "tokens"
+    assert used(await backend.reserve("t", "r2", [REQUESTS, TOKENS], 10, None)) == [2, 100]
+
+
+async def test_tenants_do_not_share_windows(backend: Backend) -> None:
+    await backend.reserve("a", "r1", [TOKENS], 100, 1)
+    assert used(await backend.reserve("b", "r2", [TOKENS], 100, 1)) == [100]
+
+
+async def test_concurrent_requests_end_with_their_settlement(backend: Backend) -> None:
+    first = await backend.reserve("t", "r1", [], 1, 2)
+    await backend.reserve("t", "r2", [], 1, 2)
+    with pytest.raises(RateLimitError, match="2 requests of this tenant are running"):
+        await backend.reserve("t", "r3", [], 1, 2)
+    await backend.settle(first, 1, 1)
+    await backend.reserve("t", "r3", [], 1, 2)
+
+
+async def test_concurrent_reservations_never_pass_the_limit(backend: Backend) -> None:
+    """litellm#18730: limits that are counted at the end let all of them in."""
+    results = await asyncio.gather(
+        *(backend.reserve("t", f"r{i}", [TOKENS], 30, None) for i in range(50)), return_exceptions=True
+    )
+    admitted = [result for result in results if isinstance(result, Reservation)]
+    assert len(admitted) == 3
+    assert all(isinstance(result, RateLimitError) for result in results if result not in admitted)
+
+
+async def test_a_request_larger_than_its_window_has_it_to_itself(backend: Backend) -> None:
+    """Else a client whose max_tokens is above the limit would be refused for ever."""
+    large = await backend.reserve("t", "r1", [TOKENS], 5000, None)
+    assert used(large) == [100]
+    with pytest.raises(RateLimitError):
+        await backend.reserve("t", "r2", [TOKENS], 1, None)
+    await backend.settle(large, 1, 40)
+    await backend.reserve("t", "r2", [TOKENS], 60, None)
+
+
+async def test_a_full_day_is_a_quota_and_a_full_minute_a_limit(backend: Backend) -> None:
+    await backend.settle(await backend.reserve("t", "r1", [DAY], 150, None), 1, 150)
+    with pytest.raises(QuotaExceededError) as quota:
+        await backend.reserve("t", "r2", [TOKENS, DAY], 1, None)
+    assert 0 < quota.value.retry_after_ms <= DAY_MS
+    await backend.reserve("u", "r3", [TOKENS], 100, None)
+    with pytest.raises(RateLimitError) as limit:
+        await backend.reserve("u", "r4", [TOKENS], 1, None)
+    assert not isinstance(limit.value, QuotaExceededError)
+    assert 0 < limit.value.retry_after_ms <= MINUTE_MS
+
+
+async def test_a_window_ends_and_owes_the_next_one_nothing(backend: Backend) -> None:
+    """A request that is settled after its window's end must not lower what the next window has used."""
+    short = Window("tokens_per_minute", 50, 100, "tokens")
+    late = await backend.reserve("t", "r1", [short], 90, None)
+    await asyncio.sleep(0.06)
+    fresh = await backend.reserve("t", "r2", [short], 100, None)
+    assert used(fresh) == [100]
+    await backend.settle(late, 1, 0)
+    await asyncio.sleep(0.06)
+    assert used(await backend.reserve("t", "r3", [short], 7, None)) == [7]
+
+
+def test_only_the_limits_that_are_set_are_windows() -> None:
+    assert windows_of(RateLimits()) == []
+    names = [window.name for window in windows_of(RateLimits(tokens_per_day=5, requests_per_minute=1))]
+    assert names == ["requests_per_minute", "tokens_per_day"]
+
+
+# ---------------------------------------------------------------- against a model
+
+
+class LimitsMachine(RuleBasedStateMachine):
+    """Any interleaving of reserve, settle and repeated settle against plain arithmetic."""
+
+    WINDOWS = (REQUESTS._replace(limit=6), TOKENS, DAY)
+    CONCURRENT = 4
+
+    def __init__(self, backend: Backend, runner: asyncio.Runner) -> None:
+        super().__init__()
+        self.backend = backend
+        self.runner = runner
+        self.running: dict[str, tuple[Reservation, list[int]]] = {}
+        self.ended: list[Reservation] = []
+        self.used = [0, 0, 0]
+        self.over = 0
+        self.count = 0
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(work)
+
+    @rule(tokens=st.integers(1, 120))
+    def reserve(self, tokens: int) -> None:
+        self.count += 1
+        amounts = [min(amount, w.limit) for amount, w in zip((1, tokens, tokens), self.WINDOWS, strict=True)]
+        fits = all(u + a <= w.limit for u, a, w in zip(self.used, amounts, self.WINDOWS, strict=True))
+        name = f"r{self.count}"
+        call = self.backend.reserve("t", name, self.WINDOWS, tokens, self.CONCURRENT)
+        if len(self.running) >= self.CONCURRENT or not fits:
+            with pytest.raises(RateLimitError):
+                self.run(call)
+            return
+        reservation = self.run(call)
+        self.used = [u + a for u, a in zip(self.used, amounts, strict=True)]
+        self.running[name] = (reservation, amounts)
+        assert used(reservation) == self.used
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), share=st.floats(0, 1), requests=st.sampled_from([0, 1]))
+    def settle(self, data: st.DataObject, share: float, requests: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.running)))
+        reservation, amounts = self.running.pop(name)
+        tokens = int(amounts[1] * share)
+        self.run(self.backend.settle(reservation, requests, tokens))
+        for i, really in enumerate((requests, tokens, tokens)):
+            self.used[i] += really - amounts[i]
+        assert used(reservation) == self.used
+        self.ended.append(reservation)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data(), tokens=st.integers(0, 100))
+    def settle_again(self, data: st.DataObject, tokens: int) -> None:
+        reservation = data.draw(st.sampled_from(self.ended))
+        self.run(self.backend.settle(reservation, 1, tokens))
+        assert used(reservation) == self.used
+
+    @invariant()
+    def within_limits(self) -> None:
+        assert all(0 <= u <= w.limit for u, w in zip(self.used, self.WINDOWS, strict=True))
+
+
+MACHINE_SETTINGS = settings(
+    max_examples=30,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+def run_machine(factory: Callable[[], LimitsMachine]) -> None:
+    # The annotation asks for a class; what is done with it is to call it.
+    run_state_machine_as_test(cast("type[LimitsMachine]", factory), settings=MACHINE_SETTINGS)
+
+
+def test_the_local_limits_follow_the_model() -> None:
+    with asyncio.Runner() as runner:
+        run_machine(lambda: LimitsMachine(LocalLimiter(), runner))
+
+
+def test_the_stores_limits_follow_the_model(store_server: StoreServer) -> None:
+    with asyncio.Runner() as runner:
+        store = runner.run(open_store(store_server.url))
+
+        def machine() -> LimitsMachine:
+            store_server.command("FLUSHALL")
+            return LimitsMachine(StoreLimiter(store), runner)
+
+        run_machine(machine)
+        runner.run(store.close())
+
+
+# ---------------------------------------------------------------- the limiter of a gateway
+
+
+async def test_without_the_store_the_limits_are_local_and_nobody_is_refused_for_it() -> None:
+    """litellm#35273: Redis down, and every request was a 429 or waited."""
+    limiter = Limiter(StoreClient("unix:///nowhere/s.sock"))
+    limits = RateLimits(requests_per_minute=2)
+    for i in range(2):
+        await limiter.settle(await limiter.reserve("t", f"r{i}", limits, 10), 1, 10)
+    with pytest.raises(RateLimitError):
+        await limiter.reserve("t", "r2", limits, 10)
+
+
+async def test_what_could_not_be_settled_is_settled_when_the_store_is_back(store_server: StoreServer) -> None:
+    """A settlement that is lost leaves max_tokens charged, and the request running, for ever."""
+    store_server.command("FLUSHALL")
+    store = StoreClient(store_server.url, timeout=0.05)
+    await store.probe(("PING",))
+    limiter, limits = Limiter(store), RateLimits(tokens_per_day=100, concurrent_requests=1)
+    reservation = await limiter.reserve("t", "r1", limits, 100)
+    store_server.freeze()
+    try:
+        await limiter.settle(reservation, 1, 30)
+    finally:
+        store_server.thaw()
+    await store.probe(("PING",))
+    assert await limiter.pay_debts()
+    assert used(await limiter.reserve("t", "r2", limits, 70)) == [100]
+    await store.close()
+
+
+async def test_a_lease_of_a_dead_gateway_ends_and_a_renewed_one_does_not(
+    empty_store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that was killed must not hold its tenants' concurrency for ever."""
+    monkeypatch.setattr("gateway.rate_limits.LEASE_MS", 1000)
+    store = await open_store(empty_store_url)
+    limiter = StoreLimiter(store)
+    await limiter.reserve("t", "dead", [], 1, 1)
+    with pytest.raises(RateLimitError):
+        await limiter.reserve("t", "next", [], 1, 1)
+    await asyncio.sleep(1.1)
+    await limiter.reserve("t", "next", [], 1, 1)
+    monkeypatch.setattr("gateway.rate_limits.LEASE_MS", 60_000)
+    await limiter.renew("t", ["next", "settled long ago"])
+    await asyncio.sleep(1.1)
+    with pytest.raises(RateLimitError):
+        await limiter.reserve("t", "third", [], 1, 1)
+    await store.close()
