@@ -6,13 +6,13 @@ from typing import Protocol
 
 import xxhash
 
-from engine.errors import RadixgateError
 
-
-class SlabError(RadixgateError):
+class SlabError(Exception):
     """This slab cannot be used; the engine serves without it."""
 
-    code = "tier_unavailable"
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
 
 
 class SlabReadError(OSError):

@@ -12,7 +12,6 @@ import redis
 from openai.types.chat import ChatCompletion
 
 from engine.settings import RetrievalSettings, ServerSettings, Settings
-from gateway.auth import new_api_key
 from retrieval.redis_commands import connect_store
 from tests.gateway.conftest import RunningGateway, run_gateway_thread
 from tests.gateway.fake_engine import MODEL, FakeEngine
@@ -78,10 +77,6 @@ def running(
     )
     for gateway in gateways:
         yield RetrievalGateway(gateway, embedder)
-
-
-def tenant_keys() -> dict[str, str]:
-    return {name: new_api_key() for name in ("alice", "bob", "carol", "dave")}
 
 
 def cached_tokens(answer: ChatCompletion) -> int:

@@ -12,6 +12,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from engine.protocol import SegmentKind
 from gateway.served_model import num_tokens
+from tests.gateway.conftest import new_keys
 from tests.gateway.fake_engine import BLOCK_SIZE, MODEL
 from tests.gateway.retrieval_gateway import (
     SETTINGS,
@@ -21,7 +22,6 @@ from tests.gateway.retrieval_gateway import (
     retrieval,
     retrieval_of,
     running,
-    tenant_keys,
 )
 from tests.retrieval.hashing_embedder import HashingEmbedder
 
@@ -300,7 +300,7 @@ def test_a_clients_own_documents_stay_as_given_unless_it_asks(retrieval: Retriev
 def test_two_gateways_answer_alike(store_url: str) -> None:
     """What one has taken in, the other finds; what one has deleted, the other does not give out."""
     flush(store_url)
-    keys = tenant_keys()
+    keys = new_keys()
     with running(store_url, keys=keys) as one, running(store_url, keys=keys) as two:
         with one.client() as client:
             store, ids = one.store_with(client, CITIES)
