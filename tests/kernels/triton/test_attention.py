@@ -24,13 +24,13 @@ def test_named_shapes_equal_the_reference(name: str, dtype: torch.dtype, interpr
     interpreter(interpreted.check_attention, replace(SHAPES[name], dtype=dtype))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes(torch.float32))
 def test_any_shape_equals_the_reference_in_fp32(shape: Shape, interpreter: Worker) -> None:
     interpreter(interpreted.check_attention, shape)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes(torch.float16))
 def test_any_shape_equals_the_reference_in_fp16(shape: Shape, interpreter: Worker) -> None:
     interpreter(interpreted.check_attention, shape)
