@@ -10,6 +10,7 @@ Blocks that move between the tiers move as bytes, so that a payload that is torn
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Sequence
 
 import xxhash
@@ -45,13 +46,14 @@ SLOT = struct.Struct("<QQ")  # 1 and the state; 0 and anything: nobody wrote it
 
 
 class FakeRunner:
-    """Keeps one integer a slot. `fail_next`, when set, is raised by the next step."""
+    """Keeps one integer a slot. `fail_next`, when set, is raised by the next step; `step_seconds` makes it slow."""
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.slots: list[int | None] = [POISON] * (num_blocks * block_size)
         self.fail_next: Exception | None = None
+        self.step_seconds = 0.0
         self.num_computed_tokens = 0
         self.outputs: list[SchedulerOutput] = []
         self.host: HostSlab | None = None
@@ -64,6 +66,7 @@ class FakeRunner:
         return self.block_size * SLOT.size
 
     def execute(self, output: SchedulerOutput) -> list[int | None]:
+        time.sleep(self.step_seconds)
         self.outputs.append(output)
         self._num_transfers += bool(output.offloads or output.fetches)
         if self.fail_next is not None and not isinstance(self.fail_next, NonFiniteLogitsError):

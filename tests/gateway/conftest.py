@@ -68,7 +68,7 @@ class RunningGateway:
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Fails when the condition does not come true; how soon it does is not judged."""
         pause = threading.Event()
-        for _ in range(1000):
+        for _ in range(6000):
             if condition():
                 return
             pause.wait(0.01)

@@ -134,7 +134,7 @@ def test_the_index_takes_at_most_400_bytes_a_block_in_redis(tmp_path: Path, stor
         for n in range(30):
             engine.harness.submit([n, *range(239)], 1, document=f"handbook {n}")
             engine.harness.run()
-        persist(engine)
+            persist(engine)  # a slow disk's queue is bounded, and what finds no place in it is dropped
         assert engine.disk.directory is not None
         blocks = len(engine.disk.directory)
         assert blocks >= 400
