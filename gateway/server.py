@@ -26,6 +26,7 @@ from types import FrameType
 import uvicorn
 
 from engine.client import EngineClient
+from engine.logging_setup import configure_logging
 from engine.settings import Settings, embedder_endpoint, engine_endpoint, load_settings, store_url
 from gateway.access_log import AccessLog
 from gateway.app import create_app
@@ -40,7 +41,6 @@ from gateway.handover import (
     inherited_sockets,
     ready_announcement,
 )
-from gateway.logging_setup import configure_logging
 from gateway.operations import Operations
 from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory

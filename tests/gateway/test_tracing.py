@@ -13,9 +13,10 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from engine.logging_setup import JsonFormatter, configure_logging
 from engine.protocol import PromptAccount
 from engine.settings import ServerSettings, TracingSettings
-from gateway.logging_setup import JsonFormatter, configure_logging
+from gateway.child import print_json_line
 from gateway.tracing import build_tracer, span_tracer
 from tests.gateway.conftest import RunningGateway
 from tests.gateway.operated import ask
@@ -128,3 +129,14 @@ def test_exceptions_and_other_messages_are_objects_too(monkeypatch: pytest.Monke
     fields = json.loads(JsonFormatter().format(made))
     assert (fields["level"], fields["message"]) == ("error", "went wrong")
     assert "ValueError: broken" in fields["exception"]
+
+
+def test_every_line_of_a_whole_service_is_an_object_when_its_log_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """A prefix before a child's JSON, or the store's own words between, would break whoever collects the lines."""
+    print_json_line("gateway.2", '{"level": "warning", "message": "märz"}')
+    print_json_line("store", '31010:M 30 Nov * "Ready"')
+    print_json_line("serve", "42")
+    gateway, store, serve = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert gateway == {"process": "gateway.2", "level": "warning", "message": "märz"}
+    assert (store["process"], store["level"], store["message"]) == ("store", "info", '31010:M 30 Nov * "Ready"')
+    assert serve["message"] == "42"
