@@ -57,10 +57,14 @@ def _hottest(index: PrefixIndex, count: int, block_size: int, owner: str | None)
 
     def discover(parent: Node) -> None:
         nonlocal examined
-        for child in islice((parent.children or {}).values(), EXAMINED - examined):
-            examined += 1
-            if owner is None or child.owner.name == owner:
-                heapq.heappush(candidates, (-child.hits, examined, child))
+        pending = [parent]
+        while pending:
+            for child in islice((pending.pop().children or {}).values(), EXAMINED - examined):
+                examined += 1
+                if owner is None or child.owner.name == owner:
+                    heapq.heappush(candidates, (-child.hits, examined, child))
+                else:
+                    pending.append(child)  # what the owner has may hang below a prefix that everybody shares
 
     discover(index.root)
     while candidates and len(views) < count:
@@ -82,8 +86,7 @@ def _view(node: Node, places: dict[Node, int], block_size: int) -> PrefixNode:
         hits=node.hits,
         num_holders=node.lock_count,
         documents=tuple(
-            DocumentStart(block * block_size, document_id_of(key))
-            for block, key in node.documents[:MAX_NODE_DOCUMENTS]
+            DocumentStart(block * block_size, document_id_of(key)) for block, key in node.documents[:MAX_NODE_DOCUMENTS]
         ),
     )
 

@@ -429,6 +429,8 @@ def _locked(data_dir: Path) -> Generator[None]:
 
 def running_supervisor(data_dir: Path) -> int | None:
     """The process id of the `radixgate serve` of a data directory, if there is one."""
+    if not data_dir.is_dir():  # a question makes no directory
+        return None
     path = runtime_dir(data_dir) / "serve.lock"
     if not path.exists():
         return None

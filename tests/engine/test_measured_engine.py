@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.engine import LLMEngine
@@ -18,10 +19,11 @@ from engine.protocol import (
     SegmentKind,
     Submit,
     TenantPolicy,
+    pack_tokens,
 )
 from engine.settings import EngineSettings
 from tests.engine.fake_runner import FakeRunner
-from tests.engine.harness import SCOPE_A, VOCAB, engine_info
+from tests.engine.harness import PUBLIC, SCOPE_A, VOCAB, engine_info
 
 BLOCK = 4
 
@@ -196,6 +198,22 @@ def test_the_view_of_one_owner_holds_nothing_of_another() -> None:
     assert {node.owner for node in mine.nodes} == {owner.owner for owner in mine.owners} == {"alice"}
     assert (mine.block_map, mine.requests) == (b"", ())
     assert [request.tenant_id for request in everything.requests] == ["bob"]
+
+
+def test_an_owner_sees_its_own_below_a_prefix_that_everybody_shares() -> None:
+    """Below a published system prompt, a tenant's part of the tree began nowhere, and was not drawn."""
+    engine = measured()
+    scope = b"alice".ljust(len(SCOPE_A), b"-")
+    segments = (
+        Segment(SegmentKind.SYSTEM, pack_tokens(range(8)), PUBLIC, owner="public"),
+        Segment(SegmentKind.DOCUMENT, pack_tokens(range(100, 112)), scope, document_id="handbook"),
+        Segment(SegmentKind.QUESTION, pack_tokens(range(50, 60)), scope),
+    )
+    engine.add_request(msgspec.structs.replace(submit("r", range(1)), segments=segments))
+    run(engine)
+    mine = engine.cache_view(GetCacheView(query_id="q", owner="alice")).nodes
+    assert [(node.parent, node.first_token, node.owner) for node in mine] == [(None, 8, "alice")]
+    assert [(start.first_token, start.document_id) for start in mine[0].documents] == [(8, "handbook")]
 
 
 def test_the_tree_comes_parents_first_and_bounded() -> None:
