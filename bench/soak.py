@@ -60,7 +60,7 @@ class Soak:
     ) -> None:
         self._server = server
         self._credentials = credentials
-        self._tenants = dict(zip(("own", "neighbour"), tenants, strict=True))
+        self._tenants: dict[str, str] = dict(zip(("own", "neighbour"), tenants, strict=True))
         self._metrics_headers = {"authorization": f"Bearer {metrics_token}"}
         self._root = server.base_url.removesuffix("/v1")
         self._seed = seed

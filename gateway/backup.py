@@ -18,7 +18,7 @@ import io
 import os
 import tarfile
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import cast
@@ -64,7 +64,7 @@ def run_backup(settings: Settings, target: Path) -> int:
 
 
 @contextmanager
-def _new_archive(target: Path) -> Iterator[tarfile.TarFile]:
+def _new_archive(target: Path) -> Generator[tarfile.TarFile]:
     """In the place of an older one only when it is complete."""
     unfinished = target.with_name(f"{target.name}.unfinished")
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -98,13 +98,12 @@ def run_restore(settings: Settings, source: Path) -> int:
 
 
 @contextmanager
-def _archive(source: Path) -> Iterator[tarfile.TarFile]:
+def _archive(source: Path) -> Generator[tarfile.TarFile]:
     try:
-        archive = tarfile.open(source, "r:gz")
+        with tarfile.open(source, "r:gz") as archive:
+            yield archive
     except (OSError, tarfile.TarError) as error:
         raise ConfigError(f"{source} cannot be read as a backup: {error}") from error
-    with archive:
-        yield archive
 
 
 @asynccontextmanager
