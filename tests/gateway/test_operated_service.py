@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -157,7 +158,7 @@ async def run_load(service: Service, count: int, seed: int) -> Spent:
     return spent
 
 
-async def test_metrics_equal_history_equal_responses_over_two_workers(service: Service) -> None:
+async def test_metrics_equal_usage_equal_history_equal_responses_over_two_workers(service: Service) -> None:
     """I9: workers that count apart, or twice, disagree with what the clients were told."""
     spent = await run_load(service, 80, seed=1)
     first, second = await service.metrics(), await service.metrics()
@@ -171,10 +172,30 @@ async def test_metrics_equal_history_equal_responses_over_two_workers(service: S
             assert found["radixgate_output_tokens_total", "fake", tenant] == spent.output[tenant]
             assert found["radixgate_requests_total", "fake", "ok", tenant] == spent.requests[tenant]
             assert found["radixgate_time_to_first_token_seconds_count", "miss", "fake", tenant] >= 1
+    await same_in_usage(service, spent)
     await same_in_history(service, spent)
     engine = await service.metrics("/metrics/engine")
     assert engine["radixgate_engine_output_tokens_total",] >= sum(spent.output.values())
     assert sum(engine["radixgate_engine_blocks", state] for state in ("free", "cached", "active")) == 2048
+
+
+async def same_in_usage(service: Service, spent: Spent) -> None:
+    """As the usage API tells each tenant, whichever worker answers; the others' last counts arrive within moments."""
+    start = int(time.time()) // 3600 * 3600 - 3600
+    for tenant in TENANTS:
+        told = (spent.requests[tenant], spent.prompt[tenant], spent.cached[tenant], spent.output[tenant])
+        async with asyncio.timeout(LIMIT), service.client() as client:
+            while await billed(client, service.keys[tenant], start) != told:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+async def billed(client: httpx.AsyncClient, key: str, start: int) -> tuple[int, ...]:
+    query = {"start_time": start, "bucket_width": "1h", "limit": 3}
+    answer = await client.get("/v1/usage", params=query, headers={"authorization": f"Bearer {key}"})
+    assert answer.status_code == 200, answer.text
+    rows = [row for bucket in answer.json()["data"] for row in bucket["results"]]
+    names = ("num_model_requests", "input_tokens", "input_cached_tokens", "output_tokens")
+    return tuple(sum(row[name] for row in rows) for name in names)
 
 
 async def same_in_history(service: Service, spent: Spent) -> None:
