@@ -1,10 +1,11 @@
 """Pictures as numbers, for the templates to write as SVG: the prefix tree, who holds the blocks, the block map.
 
 The tree is an icicle: tokens go from left to right, and a node is as high as it is hot, so a path that many requests
-share is a wide band. Its color is its owner's, the stronger the more it was used.
+share is a wide band: by the square root of its uses, or one system prompt would leave no room for anything else. Its
+color is its owner's, the stronger the more it was used.
 
     0            512            1,024     ruler
-    ┌──────────────┬───────┬───────┐      weight of a node = max(its hits + 1, the weights of its children)
+    ┌──────────────┬───────┬───────┐      weight of a node = max(√(its hits + 1), the weights of its children)
     │ acme         │ doc A ╎ doc B │      a node's children share its height
     │ 512 tok 40×  ├───────┼───────┘      a run may hold several documents, one behind the other
     │              │ doc C │
@@ -71,7 +72,7 @@ def draw_tree(nodes: Sequence[PrefixNode], colors: dict[str, int]) -> Tree:
         children[node.parent].append(node)
     weights: dict[int, float] = {}
     for node in reversed(nodes):  # children come after their parents
-        weights[node.node] = max(node.hits + 1.0, sum(weights[child.node] for child in children[node.node]))
+        weights[node.node] = max(math.sqrt(node.hits + 1), sum(weights[child.node] for child in children[node.node]))
     length = max((node.first_token + node.num_tokens for node in nodes), default=1)
     leaves = sum(1 for node in nodes if not children[node.node])
     height = min(max(_TREE_HEIGHTS[0], leaves * _LEAF_HEIGHT), _TREE_HEIGHTS[1])
@@ -143,8 +144,8 @@ def _ruler(length: int) -> tuple[Label, ...]:
 
 
 def owner_colors(view: CacheView) -> dict[str, int]:
-    """The largest owners have a color of their own, the same in every picture; the rest shares one."""
-    return {owner.owner: i for i, owner in enumerate(view.owners[:NUM_COLORS])}
+    """The largest owners have a color of their own, by name: a color that follows their size would change hands."""
+    return {name: i for i, name in enumerate(sorted(owner.owner for owner in view.owners[:NUM_COLORS]))}
 
 
 # ---------------------------------------------------------------- who holds the blocks
@@ -161,13 +162,13 @@ class Segment:
     width: float
 
 
-def draw_holders(view: CacheView) -> list[Segment]:
+def draw_holders(view: CacheView, colors: dict[str, int]) -> list[Segment]:
     """All blocks of the pool as one bar: indexed ones by owner, what requests hold besides, what is free."""
     cells = len(view.block_map)
     if not cells or not view.num_blocks:
         return []
-    rows = [(owner.owner, owner.num_blocks, f"c{i}") for i, owner in enumerate(view.owners[:NUM_COLORS])]
-    others = sum(owner.num_blocks for owner in view.owners[NUM_COLORS:])
+    rows = [(row.owner, row.num_blocks, f"c{colors[row.owner]}") for row in view.owners if row.owner in colors]
+    others = sum(row.num_blocks for row in view.owners if row.owner not in colors)
     indexed = sum(owner.num_blocks for owner in view.owners)
     # Of a large pool the map shows every so manieth block: then this is an estimate.
     free = min(round(view.num_blocks * view.block_map.count(b"f") / cells), view.num_blocks - indexed)

@@ -103,7 +103,7 @@ class Pages:
             "view": view,
             "colors": colors,
             "tree": draw_tree(view.nodes, colors),
-            "holders": draw_holders(view),
+            "holders": draw_holders(view, colors),
             "map": draw_blocks(view),
             "counts": {name: view.block_map.count(name[0].encode()) for name in ("free", "cached", "active")},
         }
