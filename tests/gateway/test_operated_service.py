@@ -159,7 +159,7 @@ async def run_load(service: Service, count: int, seed: int) -> Spent:
 
 
 async def test_metrics_equal_usage_equal_history_equal_responses_over_two_workers(service: Service) -> None:
-    """I9: workers that count apart, or twice, disagree with what the clients were told."""
+    """I9, and litellm#10595: workers that count apart, or twice, disagree with what the clients were told."""
     spent = await run_load(service, 80, seed=1)
     first, second = await service.metrics(), await service.metrics()
     for found in (first, second):
