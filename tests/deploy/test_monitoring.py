@@ -64,7 +64,7 @@ def test_every_metric_that_is_named_exists(where: str) -> None:
 
 @pytest.mark.parametrize("where", sorted(EXPRESSIONS))
 def test_counters_are_rated_before_anything_else(where: str) -> None:
-    """production-stack's dashboards: ratios of lifetime counters and averages of quantiles look right, and are wrong."""
+    """production-stack: ratios of lifetime counters and averages of quantiles look right and are wrong."""
     expression = EXPRESSIONS[where]
     for match in _NAME.finditer(expression):
         name = match[0]
