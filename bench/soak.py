@@ -101,6 +101,8 @@ class Soak:
                 group.create_task(self._make_trouble())
         await self._check_idle(session)
         self.memory.append(_memory(self._server.pid))
+        done = self.tally.kinds.total()
+        print(f"soak    | round {len(self.memory)}: {done} requests, {self.memory[-1] >> 20} MiB", file=sys.stderr)
 
     async def _make_trouble(self) -> None:
         """A supervisor starts a store again that was killed, and reloads its gateways on SIGHUP."""

@@ -27,7 +27,7 @@ SHARED_METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus-client's own;
 HAND_OVER = signal.SIGUSR1
 
 _ENGINE_SECONDS = 55.0
-_IDLE_SECONDS = 3.0  # that an idle connection is kept, for a request that its client is just sending
+_IDLE_SECONDS = 15.0  # that an idle connection is kept: longer than most clients keep one in their pool
 _POLL = 0.05
 
 Announce = Callable[[], Coroutine[None, None, None]]
@@ -58,10 +58,17 @@ def ready_announcement(fd: int, engine: Reachable) -> Announce:
     return announce
 
 
-async def finish_connections(state: ServerState, seconds: float) -> None:
-    """Until every connection is gone; idle ones are not waited for longer than a moment, busy ones up to `seconds`."""
+async def finish_connections(state: ServerState, seconds: float, is_cut: Callable[[], bool]) -> None:
+    """Until every connection is gone, for `seconds` or until `is_cut` at most. All are served meanwhile.
+
+    Idle ones are closed after a while. A request that a client sends into that very moment is lost to it, as whenever
+    a server closes an idle connection; by then the clients' own pools have let go of theirs.
+    """
     start = time.monotonic()
-    while state.connections and (waited := time.monotonic() - start) < seconds:
-        if not state.tasks and waited > _IDLE_SECONDS:
-            return
+    idle_closed = False
+    while state.connections and not is_cut() and (waited := time.monotonic() - start) < seconds:
+        if waited > _IDLE_SECONDS and not idle_closed:
+            idle_closed = True
+            for connection in list(state.connections):
+                connection.shutdown()  # at once if it is idle, else behind its answer
         await asyncio.sleep(_POLL)

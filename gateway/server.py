@@ -103,7 +103,7 @@ class GatewayServer(uvicorn.Server):
         self.server_state.default_headers = [*self.server_state.default_headers, close]
         logger.info("handed over: %d requests are running", self._drain.num_active)
         try:
-            await finish_connections(self.server_state, self._drain_seconds)
+            await finish_connections(self.server_state, self._drain_seconds, lambda: self._drain.is_cut)
             await self._drain.drain(0.0)
         finally:
             self.should_exit = True
