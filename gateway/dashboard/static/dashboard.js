@@ -57,8 +57,8 @@
     head.append(row("th", ["Time", ...names], "col"));
     const filled = columns[0].map((_, i) => i).filter((i) => columns.slice(1).some((c) => c[i]));
     for (const i of filled.slice(-60).reverse()) {
-      const time = new Date(columns[0][i] * 1000).toLocaleString();
-      body.append(row("td", [time, ...columns.slice(1).map((c) => c[i] ?? "–")]));
+      const time = `${clock(columns[0][i], 86400)}, ${clock(columns[0][i], 0)}`;
+      body.append(row("td", [time, ...columns.slice(1).map((c) => c[i]?.toLocaleString("en") ?? "–")]));
     }
     table.replaceChildren(head, body);
   }
