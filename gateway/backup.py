@@ -19,7 +19,7 @@ import os
 import tarfile
 import time
 from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -109,17 +109,17 @@ def _archive(source: Path) -> Generator[tarfile.TarFile]:
 @asynccontextmanager
 async def store_of(settings: Settings) -> AsyncGenerator[StoreClient]:
     """The store of these settings; the embedded one is started for as long as this lasts if no server runs it."""
-    embedded = EmbeddedStore(settings.store.data_dir, on_line=lambda _name, _line: None)
-    own = not settings.store.url and running_supervisor(settings.store.data_dir) is None
-    if own:
-        await embedded.start()
-    client = StoreClient(settings.store.url or embedded.url)
-    try:
+    async with AsyncExitStack() as stack:
+        url = settings.store.url
+        if not url:
+            embedded = EmbeddedStore(settings.store.data_dir, on_line=lambda _name, _line: None)
+            if running_supervisor(settings.store.data_dir) is None:
+                await embedded.start()
+                stack.push_async_callback(embedded.stop)
+            url = embedded.url
+        client = StoreClient(url)
+        stack.push_async_callback(client.close)
         yield client
-    finally:
-        await client.close()
-        if own:
-            await embedded.stop()
 
 
 async def _dump(settings: Settings, archive: tarfile.TarFile) -> int:

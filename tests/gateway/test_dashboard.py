@@ -258,9 +258,9 @@ def test_the_tree_is_drawn_with_hot_paths_wide_and_nothing_overlapping() -> None
 
 
 def test_what_is_too_thin_to_see_is_counted_and_not_drawn() -> None:
-    crowd = [tree_node(0, None, 0, 16, 10_000), *(tree_node(i, 0, 16, 16, 0) for i in range(1, 100))]
+    crowd = [tree_node(0, None, 0, 16, 10_000), *(tree_node(i, 0, 16, 16, 0) for i in range(1, 401))]
     tree = draw_tree(crowd, {})
-    assert (len(tree.boxes), tree.num_left_out) == (1, 99)
+    assert (len(tree.boxes), tree.num_left_out) == (1, 400)
     assert tree.boxes[0].color == NUM_COLORS, "an owner without a color of its own"
 
 

@@ -232,7 +232,7 @@ def test_doctor_knows_its_own_server(tmp_path: Path) -> None:
     """A port that our own server has is no fault; one that does not answer is."""
     settings = msgspec.structs.replace(settings_in(tmp_path), server=ServerSettings(port=free_port()))
     assert (check_server(settings).status, check_server(settings).detail) == ("ok", "none runs on this data directory")
-    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "run").mkdir(mode=0o700, exist_ok=True)
     with (tmp_path / "run" / "serve.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write("1")

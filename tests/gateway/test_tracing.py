@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -122,7 +123,7 @@ def test_a_gateway_sends_its_spans_to_a_collector_and_no_text_with_them(tmp_path
         tracing = TracingSettings(endpoint=f"http://127.0.0.1:{server.server_port}")
         settings = msgspec.structs.replace(operated_settings(tmp_path, ""), tracing=tracing)
         try:
-            for gateway in run_gateway_thread(FakeEngine(), settings, operated=True):
+            with contextmanager(run_gateway_thread)(FakeEngine(), settings, operated=True) as gateway:
                 body = {"model": "echo/byte-model", "messages": [{"role": "user", "content": secret}]}
                 headers = gateway.headers("alice") | {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
                 answer = gateway.http.post("/v1/chat/completions", json=body, headers=headers)
@@ -137,7 +138,7 @@ def test_a_gateway_sends_its_spans_to_a_collector_and_no_text_with_them(tmp_path
         for scope in part.scope_spans
         for span in scope.spans
     ]
-    assert {span.name for span in spans} >= {"chat echo/byte-model", "prepare", "queue", "generate"}
+    assert {span.name for span in spans} == {"chat echo/byte-model", "generate"}
     assert {span.trace_id.hex() for span in spans} == {trace}
     (whole,) = [span for span in spans if span.name.startswith("chat")]
     assert whole.parent_span_id.hex() == "b7ad6b7169203331"
