@@ -194,8 +194,11 @@ def _metered(found: Samples, tenant: str) -> tuple[int, int, int]:
 
 
 def _memory(pid: int) -> int:
+    """Bytes of the server's processes, as they are printed."""
     process = psutil.Process(pid)
-    return sum(member.memory_info().rss for member in (process, *process.children(recursive=True)))
+    sizes = [member.memory_info().rss for member in (process, *process.children(recursive=True))]
+    print(f"soak    | MiB: {' '.join(str(size >> 20) for size in sizes)}", file=sys.stderr)
+    return sum(sizes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,6 +34,7 @@ from gateway.auth import load_or_create_secret
 from gateway.drain import Drain
 from gateway.first_run import completed
 from gateway.handover import (
+    ENGINE_SECONDS,
     HAND_OVER,
     READY_FD,
     Announce,
@@ -127,6 +128,11 @@ def build_server(settings: Settings) -> GatewayServer:
     engine = EngineClient(engine_endpoint(settings))
     store = StoreClient(settings.store.url or None, settings.store.timeout_ms / 1000)
     operations = Operations(settings, store)
+    ready_fd = os.environ.get(READY_FD)
+
+    async def reach_engine() -> None:
+        await engine.wait_ready(ENGINE_SECONDS)
+
     app = create_app(
         settings,
         engine,
@@ -136,8 +142,10 @@ def build_server(settings: Settings) -> GatewayServer:
         redis=connect_store(store_url(settings)),
         embedder=EmbedderClient(embedder_endpoint(settings)),
         operations=operations,
+        # A first gateway serves while the engine still loads, and says so. A successor that did would refuse what its
+        # predecessor answers: both accept on one socket.
+        before_accepting=None if ready_fd is None else reach_engine,
     )
-    ready_fd = os.environ.get(READY_FD)
     config = uvicorn.Config(
         AccessLog(app, operations.observers),
         host=settings.server.host,
@@ -150,7 +158,7 @@ def build_server(settings: Settings) -> GatewayServer:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
-    announce = None if ready_fd is None else ready_announcement(int(ready_fd), engine)
+    announce = None if ready_fd is None else ready_announcement(int(ready_fd))
     return GatewayServer(config, drain, settings.server.drain_seconds, announce)
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
 import pytest
 
 from gateway import handover
+from gateway.handover import LISTEN_FD, READY_FD
 from tests.gateway.conftest import RunningGateway, run_gateway_thread
 from tests.gateway.fake_engine import MODEL, FakeEngine
 
@@ -60,3 +66,35 @@ def test_a_signal_to_stop_ends_a_handover(patient: RunningGateway) -> None:
         patient.on_loop(patient.server.begin_shutdown)
         patient.thread.join(20)
         assert not patient.thread.is_alive()
+
+
+@pytest.mark.slow
+def test_a_successor_answers_nobody_before_it_has_reached_the_engine(tmp_path: Path) -> None:
+    """It shares the listening socket: what it took meanwhile got a 503 that its predecessor would not have given."""
+    endpoint = f"ipc://{tmp_path}/engine.sock"
+    environ = {**os.environ, "RADIXGATE_STORE__DATA_DIR": str(tmp_path), "RADIXGATE_ENGINE__ENDPOINT": endpoint}
+    read_fd, write_fd = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+        passed = {LISTEN_FD: str(listener.fileno()), READY_FD: str(write_fd)}
+        command = [sys.executable, "-m", "gateway.server"]
+        fds = (listener.fileno(), write_fd)
+        successor = subprocess.Popen(command, env=environ | passed, pass_fds=fds, stderr=subprocess.PIPE, text=True)
+        stack.callback(end, successor)
+        os.close(write_fd)
+        assert successor.stderr is not None
+        assert any("Waiting for application startup" in line for line in successor.stderr)
+        with socket.create_connection(listener.getsockname(), timeout=1.0) as client:
+            client.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+            with pytest.raises(TimeoutError):
+                client.recv(4096)
+            engine = subprocess.Popen([sys.executable, "-m", "tests.gateway.fake_engine_process"], env=environ)
+            stack.callback(end, engine)
+            client.settimeout(60)
+            assert os.read(read_fd, 1) == b"1"
+            assert client.recv(4096).startswith(b"HTTP/1.1 200")
+    os.close(read_fd)
+
+
+def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
