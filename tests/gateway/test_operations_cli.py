@@ -243,7 +243,10 @@ def test_doctor_knows_its_own_server(tmp_path: Path) -> None:
             assert check_port(running).status == "ok"
             assert "our own server" in check_port(running).detail
             assert check_server(running).status == "ok"
-            gateway.engine.reachable = False
-            assert check_server(running).status == "fail"
+            gateway.on_loop(gateway.drain.begin)
+            assert (check_server(running).status, check_server(running).detail) == (
+                "fail",
+                "unavailable: shutting down",
+            )
         with socket.create_server(("127.0.0.1", settings.server.port)):
             assert check_port(settings).status == "fail", "somebody else's"
