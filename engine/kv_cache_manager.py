@@ -124,7 +124,11 @@ class KVCacheManager:
         """Put documents whose order is ours to choose where they find most; until the request is first admitted."""
         if request.chooses_order and request.account is None and self.caching and request.indexable:
             ordered = order_documents(
-                request.submitted_segments, self.index, self.popularity, request.tenant_id, request.pin_top
+                request.submitted_segments,
+                self.index,
+                self.popularity,
+                request.pin_top,
+                self.tiers.may_have if self.tiers is not None else None,
             )
             request.arrange(ordered.segments, ordered.order)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.protocol import PromptAccount, SamplingParams, Segment, SegmentKind, Submit
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import SCOPE_A, SCOPE_B, VOCAB
 from tests.engine.tiers.store_process import StoreProcess
@@ -207,6 +208,34 @@ def test_an_engine_that_was_replaced_no_longer_writes_the_index(tmp_path: Path, 
     with store.client() as client:
         assert not [key for key in client.scan_iter() if b":g:" in key]
     engine.die()
+
+
+def ask_documents(engine: TieredEngine, numbers: list[int], name: str) -> PromptAccount:
+    """Five-block documents behind a system prompt, in an order that the engine chooses."""
+    texts = [Segment.of(SegmentKind.DOCUMENT, range(20 * n, 20 * n + 20), SCOPE_A, f"d{n}") for n in numbers]
+    head = Segment.of(SegmentKind.SYSTEM, [7] * 8, SCOPE_A)
+    segments = (head, *texts, Segment.of(SegmentKind.QUESTION, [200, 201], SCOPE_A))
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    engine.harness.engine.add_request(
+        Submit(request_id=name, tenant_id="t", segments=segments, sampling=sampling, document_order="cache")
+    )
+    engine.harness.run()
+    return engine.harness.accounts[name]
+
+
+def test_after_a_restart_documents_stand_as_they_stood_before(tmp_path: Path, store: StoreProcess) -> None:
+    """Who is popular is forgotten, and the device is empty: the order is the one that lies on the disk."""
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    for number in range(3):
+        ask_documents(first, [3], f"popular {number}")
+    ask_documents(first, [1, 2, 3], "all")
+    assert first.harness.orders["all"] == (2, 0, 1)
+    first.harness.engine.close()
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        account = ask_documents(second, [2, 1, 3], "again")
+        assert second.harness.orders["again"] == (2, 1, 0)
+        assert account.disk == 8 + 3 * 20
+        second.harness.check()
 
 
 def test_random_traffic_over_many_lives_is_always_right(tmp_path: Path, store: StoreProcess) -> None:
