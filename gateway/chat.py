@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from engine.errors import ContextLengthExceededError, InvalidRequestError, ModelNotFoundError, ShuttingDownError
 from engine.protocol import SamplingParams, Segment, Submit
-from gateway.cache_report import Outline, PromptHistory, ReportRequest
+from gateway.cache_report import Diagnosis, Outline, PromptHistory
 from gateway.chat_documents import ChatDocuments, ChatRetriever, without_earlier_turns
 from gateway.chat_request import ChatRequest, parse_chat_request
 from gateway.chat_response import ChatCompletionResponse, CompletionHeader
@@ -98,7 +98,7 @@ class ChatCompletions:
             attempt,
             stream=request.body.stream,
             include_usage=request.include_usage,
-            report=self._report(request, documents, segments, headers, tenant),
+            diagnosis=self._diagnosis(request, documents, segments, headers, tenant),
         )
 
     def _with_published_prompt(self, request: ChatRequest) -> ChatRequest:
@@ -111,19 +111,17 @@ class ChatCompletions:
             raise InvalidRequestError(f"There is no published prompt `{wanted}`.", param="system_prompt_id")
         return replace(request, messages=(Message("system", prompt.text), *request.messages))
 
-    def _report(
+    def _diagnosis(
         self,
         request: ChatRequest,
         documents: ChatDocuments,
         segments: tuple[Segment, ...],
         headers: Mapping[str, str],
         tenant: Tenant,
-    ) -> ReportRequest | None:
+    ) -> Diagnosis:
         outline = Outline.of(request, documents.latest)
-        earlier = self._history.note(tenant.id, outline)
-        if not request.body.cache_report and headers.get("x-radixgate-cache-report", "0") != "1":
-            return None
-        return ReportRequest(segments, outline, earlier)
+        wanted = request.body.cache_report or headers.get("x-radixgate-cache-report", "0") == "1"
+        return Diagnosis(segments, outline, self._history.note(tenant.id, outline), wanted)
 
 
 def chat_route(chat: ChatCompletions) -> HTTPRouteHandler:

@@ -21,7 +21,7 @@ from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Receiv
 
 from engine.errors import RadixgateError
 from engine.protocol import FinishReason, PromptAccount, Submit
-from gateway.cache_report import CacheReport, ReportRequest
+from gateway.cache_report import CacheReport, Diagnosis, Hint
 from gateway.chat_documents import ChatDocuments
 from gateway.drain import Drain
 from gateway.engine_port import Engine
@@ -63,6 +63,7 @@ class _Tally:
     account: PromptAccount
     num_output_tokens: list[int]
     meter: Meter
+    hints: tuple[Hint, ...]
     report: CacheReport | None
 
     def set_output(self, choice: int, num_output_tokens: int) -> None:
@@ -94,7 +95,7 @@ class ChatCompletionResponse:
         *,
         stream: bool,
         include_usage: bool,
-        report: ReportRequest | None,
+        diagnosis: Diagnosis,
     ) -> None:
         self._header = header
         self._submits = submits
@@ -105,7 +106,7 @@ class ChatCompletionResponse:
         self._attempt = attempt
         self._stream = stream
         self._include_usage = include_usage
-        self._report = report
+        self._diagnosis = diagnosis
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = request_context(scope)
@@ -127,6 +128,7 @@ class ChatCompletionResponse:
         meter.taken_on = True
         await self._documents.remember()
         context.account = meter.account = tally.account
+        context.causes = tuple(hint.code for hint in tally.hints)
         order = next(update.delta.document_order for update in early if update.choice == 0)
         context.segments = in_prompt_order(self._submits[0].segments, order)
         body = self._stream_body if self._stream else self._whole_body
@@ -143,8 +145,9 @@ class ChatCompletionResponse:
             account = update.delta.account
             if update.choice == 0 and account is not None:
                 self._documents.settle(update.delta.document_order)
-                report = self._report.make(account, update.delta.document_order) if self._report else None
-                return early, _Tally(account, [0] * len(self._submits), meter, report)
+                hints = self._diagnosis.hints(account)
+                report = self._diagnosis.report(account, update.delta.document_order, hints)
+                return early, _Tally(account, [0] * len(self._submits), meter, hints, report)
         raise RadixgateError("the engine answered without an account of the prompt")
 
     # ------------------------------------------------------------ whole
