@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from engine.errors import ContextLengthExceededError, InvalidRequestError, ModelNotFoundError, ShuttingDownError
 from engine.protocol import SamplingParams, Segment, Submit
 from gateway.cache_report import Diagnosis, Outline, PromptHistory
-from gateway.chat_documents import ChatDocuments, ChatRetriever, without_earlier_turns
+from gateway.chat_documents import ChatDocuments, ChatRetriever, may_cache, without_earlier_turns
 from gateway.chat_request import ChatRequest, parse_chat_request
 from gateway.chat_response import ChatCompletionResponse, CompletionHeader
 from gateway.drain import Drain
@@ -164,7 +164,7 @@ def _submits(
             pin_top=documents.pin_top,
             policy=tenant.record.policy.for_engine(),
             priority=tenant.record.policy.priority,
-            use_cache=request.body.use_cache and not tenant.record.policy.no_store,
+            use_cache=may_cache(request, tenant),
         )
         for choice in range(request.body.n)
     ]

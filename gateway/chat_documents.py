@@ -166,9 +166,11 @@ class ChatRetriever:
         if not query.strip():
             raise InvalidRequestError("The last user message, which is searched for, is empty.", param="messages")
         if wanted.rewrite_query:
-            query = await rewrite_query(self._engine, model, tenant, scopes, messages, query)
+            use_cache = may_cache(request, tenant)
+            query = await rewrite_query(self._engine, model, tenant, scopes, messages, query, use_cache=use_cache)
         system = [message for message in messages if message.role == "system"]
-        service.prefill.saw_prompt(tenant.id, system, scopes)
+        if may_cache(request, tenant):
+            service.prefill.saw_prompt(tenant.id, system, scopes)
         found = await self._search(service, names, wanted, query, request, tenant, scopes, model)
         await service.popularity.load(tenant.id)
         earlier = await service.conversations.recall(tenant.id, scopes.own.scope, _pairs(messages))
@@ -212,7 +214,7 @@ class ChatRetriever:
                     rerank=wanted.ranking_options.ranker == "rerank",
                     score_threshold=wanted.ranking_options.score_threshold,
                 ),
-                on_candidate=prefill_best,
+                on_candidate=prefill_best if may_cache(request, tenant) else _no_guess,
             )
         finally:
             for task in speculation:
@@ -255,6 +257,11 @@ class ChatRetriever:
         """Documents of an earlier turn; those that were deleted since are gone from the prompt too."""
         found = [service.indexes.passage(names, each) for each in ids]
         return tuple(_as_document(Found(each, 0.0, {}), model) for each in found if each is not None)
+
+
+def may_cache(request: ChatRequest, tenant: Tenant) -> bool:
+    """Whether anything of this request may be looked up in the cache, or left there."""
+    return request.body.use_cache and not tenant.record.policy.no_store
 
 
 def without_earlier_turns(documents: ChatDocuments) -> ChatDocuments | None:
@@ -309,7 +316,11 @@ def _pairs(messages: Sequence[Message]) -> list[tuple[str, str]]:
     return [(message.role, message.text) for message in messages]
 
 
+def _no_guess(best: Found) -> None:
+    """A request that leaves nothing in the cache must not leave its guesses there."""
+
+
 async def _speculate(engine: Engine, tenant: str, segments: tuple[Segment, ...]) -> None:
-    """Prefills while the reranker still thinks; at the lowest priority, and stopped when it has decided."""
+    """Prefills while the reranker still thinks, if the engine is idle; stopped when it has decided."""
     with suppress(RadixgateError):
         await prefill(engine, tenant, segments)

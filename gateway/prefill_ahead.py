@@ -1,12 +1,12 @@
 """Documents prefilled before anybody asks: `[system prompt][document]`, when the engine has nothing better to do.
 
-    ingested, pinned, warmed ──► queue of a tenant, most popular first ──► Submit, priority 100, one token
+    ingested, pinned, warmed ──► queue of a tenant, most popular first ──► Submit, when idle, one token
                                               behind the tenant's most used system prompts
 
-A request of priority 100 runs when no other waits, and its one token is thrown away; what stays is the KV of its
+Such a request runs only while nobody else is there, and its one token is thrown away; what stays is the KV of its
 prompt. The engine's cache order then begins with such a document, and a first question finds it warm.
 Each tenant has a budget of tokens per minute, so that an upload of a whole library neither keeps the device busy for
-an hour nor pushes everybody else's KV out.
+an hour nor pushes everybody else's KV out. Nothing is done for a tenant that leaves nothing in the cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from retrieval.records import document_id_of
 
 logger = logging.getLogger(__name__)
 
-PRIORITY = 100
 _MAX_QUEUE = 2_000  # documents of a tenant
 _MAX_PROMPTS = 8  # system prompts that are remembered of a tenant
 _PROMPTS_AHEAD = 2  # of them, the most used are prefilled
@@ -70,6 +69,7 @@ class PrefillAhead:
         popularity: Popularity,
         pins: Pins,
         tokens_per_minute: int,
+        may_store: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -79,6 +79,7 @@ class PrefillAhead:
         self._pins = pins
         self._rate = tokens_per_minute / 60
         self._capacity = float(tokens_per_minute)
+        self._may_store = may_store
         self._clock = clock
         self._tenants: dict[str, _Ahead] = {}
         self._wake = asyncio.Event()
@@ -125,6 +126,8 @@ class PrefillAhead:
         """Prefills one document behind the tenant's system prompts. False: nothing to do, or nothing left to spend."""
         for tenant, ahead in self._tenants.items():
             self._refill(ahead)
+            if not self._may_store(tenant):
+                ahead.queue.clear()
             if ahead.queue and ahead.prompts and ahead.tokens_left > 0:
                 await self._prefill_next(tenant, ahead)
                 return True
@@ -183,7 +186,8 @@ async def prefill(engine: Engine, tenant: str, segments: tuple[Segment, ...]) ->
         tenant_id=tenant,
         segments=segments,
         sampling=SamplingParams(max_tokens=1, temperature=0.0),
-        priority=PRIORITY,
+        when_idle=True,
+        counted=False,
     )
     computed = num_tokens(segments)
     async with aclosing(engine.generate(submit)) as deltas:

@@ -107,6 +107,7 @@ class Harness:
         tenant: str = "t",
         policy: TenantPolicy | None = None,
         priority: int = 0,
+        when_idle: bool = False,
         document: str | None = None,
         pinned: bool = False,
     ) -> str:
@@ -133,6 +134,7 @@ class Harness:
                 sampling=sampling,
                 policy=policy or TenantPolicy(),
                 priority=priority,
+                when_idle=when_idle,
                 use_cache=use_cache,
                 counted=counted,
             )

@@ -428,11 +428,19 @@ class EngineMachine(RuleBasedStateMachine):
         scope=st.sampled_from([SCOPE_A, SCOPE_B]),
         public=st.sampled_from([0, 6]),
         use_cache=st.booleans(),
+        when_idle=st.booleans(),
     )
-    def submit(self, head: int, tail: list[int], max_tokens: int, scope: bytes, public: int, use_cache: bool) -> None:
+    def submit(
+        self, head: int, tail: list[int], max_tokens: int, scope: bytes, public: int, use_cache: bool, when_idle: bool
+    ) -> None:
         prompt = [*range(100, 100 + head), *tail]
         name = self.harness.submit(
-            prompt, max_tokens, scope, public=min(public, len(prompt) - 1), use_cache=use_cache or tail[0] > 0
+            prompt,
+            max_tokens,
+            scope,
+            public=min(public, len(prompt) - 1),
+            use_cache=use_cache or tail[0] > 0,
+            when_idle=when_idle and tail[0] > 1,
         )
         self.prompts[name] = (prompt, max_tokens)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from engine.protocol import SegmentKind
 from gateway.served_model import num_tokens
-from tests.gateway.conftest import new_keys
+from tests.gateway.conftest import four_tenants, new_keys
 from tests.gateway.fake_engine import BLOCK_SIZE, MODEL
 from tests.gateway.retrieval_gateway import (
     SETTINGS,
@@ -229,9 +230,9 @@ def test_a_first_question_finds_its_document_warm(store_url: str) -> None:
         empty, _ = retrieval.store_with(client, {})
         retrieval.ask(client, "Anything?", empty)
         store, _ = retrieval.store_with(client, CITIES)
-        retrieval.gateway.wait_until(lambda: sum(s.priority == 100 for s in retrieval.engine.submitted) >= len(CITIES))
+        retrieval.gateway.wait_until(lambda: sum(s.when_idle for s in retrieval.engine.submitted) >= len(CITIES))
         retrieval.gateway.wait_until(lambda: not retrieval.engine.running)
-        assert all(s.sampling.max_tokens == 1 for s in retrieval.engine.submitted if s.priority == 100)
+        assert all(s.sampling.max_tokens == 1 for s in retrieval.engine.submitted if s.when_idle)
         answer = retrieval.ask(client, "The river of Paris?", store, max_num_results=1)
         document = next(s for s in retrieval.engine.submitted[-1].segments if s.kind is SegmentKind.DOCUMENT)
         assert cached_tokens(answer) >= 0.8 * len(document)
@@ -247,18 +248,62 @@ def test_a_rewritten_query_is_what_is_searched(retrieval: RetrievalGateway) -> N
     assert retrieval_of(answer)["query"] == "user: Vienna?"  # what the fake engine says to the rewriting prompt
 
 
-def test_reranking_decides_and_the_guess_is_taken_back(store_url: str) -> None:
+RERANKED = {"ranker": "rerank", "score_threshold": 0.9}
+
+
+def test_the_best_candidate_is_prefilled_while_the_reranker_decides(store_url: str) -> None:
+    """The reranker answers only when the guess was made. The guess is for an idle engine, and is taken back."""
     flush(store_url)
-    with (
-        running(store_url, embedder=HashingEmbedder(has_reranker=True)) as retrieval,
-        retrieval.client() as client,
-    ):
+    embedder = HashingEmbedder(has_reranker=True)
+    with running(store_url, embedder=embedder) as retrieval, retrieval.client() as client:
         store, _ = retrieval.store_with(client, CITIES)
-        answer = retrieval.ask(
-            client, "river Danube Vienna Black Sea", store, ranking_options={"ranker": "rerank", "score_threshold": 0.9}
-        )
+
+        async def until_guessed() -> None:
+            for _ in range(4000):
+                if any(submit.when_idle for submit in retrieval.engine.submitted):
+                    return
+                await asyncio.sleep(0.005)
+            raise AssertionError("nothing was guessed")
+
+        embedder.before_rerank = until_guessed
+        answer = retrieval.ask(client, "river Danube Vienna Black Sea", store, ranking_options=RERANKED)
         assert [(each["filename"], each["score"]) for each in documents_of(answer)] == [("vienna.txt", 1.0)]
+        (guess,) = [submit for submit in retrieval.engine.submitted if submit.when_idle]
+        assert guess.segments == retrieval.engine.submitted[-1].segments[: len(guess.segments)]
+        assert guess.segments[-1].kind is SegmentKind.DOCUMENT
+        assert (guess.sampling.max_tokens, guess.counted) == (1, False)
         retrieval.gateway.wait_until(lambda: not retrieval.engine.running)
+        embedder.before_rerank = long_enough_to_guess
+        known = len(retrieval.engine.submitted)
+        body = {"use_cache": False, "retrieval": {"vector_store_ids": [store], "ranking_options": RERANKED}}
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Danube?"}]
+        client.chat.completions.create(model=MODEL, messages=messages, extra_body=body)
+        assert [submit.use_cache for submit in retrieval.engine.submitted[known:]] == [False]
+
+
+async def long_enough_to_guess() -> None:
+    await asyncio.sleep(0.2)
+
+
+def test_who_leaves_nothing_in_the_cache_leaves_no_guesses_there_either(store_url: str) -> None:
+    """sglang#38069: a tenant that opted out still left entries. Not by prefilling ahead, rewriting, or guessing."""
+    flush(store_url)
+    ahead = msgspec.structs.replace(SETTINGS.retrieval, prefill_tokens_per_minute=100_000)
+    settings = msgspec.structs.replace(SETTINGS, retrieval=ahead)
+    keys = new_keys()
+    tenants = [msgspec.structs.replace(each, no_store=each.id == "alice") for each in four_tenants(keys)]
+    embedder = HashingEmbedder(has_reranker=True)
+    embedder.before_rerank = long_enough_to_guess
+    with running(store_url, settings, embedder=embedder, keys=keys, tenants=tenants) as retrieval:
+        for tenant in ("alice", "bob"):
+            with retrieval.client(tenant) as client:
+                empty, _ = retrieval.store_with(client, {})
+                retrieval.ask(client, "Anything?", empty)
+                store, _ = retrieval.store_with(client, CITIES)
+                retrieval.ask(client, "Danube?", store, rewrite_query=True, ranking_options=RERANKED)
+        retrieval.gateway.wait_until(lambda: sum(s.when_idle for s in retrieval.engine.submitted) >= len(CITIES))
+        stored = {submit.tenant_id for submit in retrieval.engine.submitted if submit.use_cache}
+        assert stored == {"bob"}
 
 
 @pytest.mark.parametrize(
