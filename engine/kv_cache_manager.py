@@ -263,6 +263,8 @@ class KVCacheManager:
             request.block_table = match.block_ids[:]
             request.num_indexed_blocks = len(match.block_ids)
             request.num_computed_tokens = request.num_indexed_blocks * self.block_size
+            if request.num_pinned_tokens:
+                self.persist(request.node)
             self._write_through_hot(request.node)
             self._fetch(request, prefix.below.host_slots, admission)
         self._swap_in(request, admission)

@@ -16,9 +16,11 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.errors import RadixgateError
 from engine.protocol import SamplingParams, Segment, Submit
@@ -54,7 +56,7 @@ class _Ahead:
 
     tokens_left: float
     refilled_at: float
-    queue: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])  # chunk ids
+    queue: OrderedDict[str, bool] = field(default_factory=OrderedDict[str, bool])  # chunk id → is it pinned
     prompts: OrderedDict[tuple[PromptScopes, tuple[Message, ...]], SystemPrompt] = field(
         default_factory=OrderedDict[tuple[PromptScopes, tuple[Message, ...]], SystemPrompt]
     )
@@ -106,12 +108,13 @@ class PrefillAhead:
             prompts.popitem(last=False)
         self._wake.set()
 
-    def offer(self, tenant: str, chunk_ids: Sequence[str]) -> int:
-        """Queues passages. How many are queued now."""
+    def offer(self, tenant: str, chunk_ids: Iterable[str], *, pinned: bool = False) -> int:
+        """Queues passages; of pinned ones the KV is kept on disk. How many are queued now."""
         if not self._capacity:
             return 0
         queue = self._of(tenant).queue
-        queue.update(dict.fromkeys(chunk_ids))
+        for chunk_id in chunk_ids:
+            queue[chunk_id] = pinned or queue.get(chunk_id, False)
         while len(queue) > _MAX_QUEUE:
             queue.popitem()
         self._wake.set()
@@ -135,19 +138,21 @@ class PrefillAhead:
 
     async def _prefill_next(self, tenant: str, ahead: _Ahead) -> None:
         chunk_id = max(ahead.queue, key=lambda each: self._popularity.rank(tenant, document_id_of(each)))
-        del ahead.queue[chunk_id]
+        pinned = ahead.queue.pop(chunk_id)
         chunks = await self._library.chunks(tenant, [chunk_id])
         prompts = sorted(ahead.prompts.values(), key=lambda each: -each.uses)[:_PROMPTS_AHEAD]
         for chunk in chunks:  # none, if it was deleted meanwhile
             document = Document(chunk.document_id, chunk.title, chunk.text)
             for prompt in prompts:
-                ahead.tokens_left -= await self._prefill(tenant, prompt, document)
+                ahead.tokens_left -= await self._prefill(tenant, prompt, document, pinned=pinned)
 
-    async def _prefill(self, tenant: str, prompt: SystemPrompt, document: Document) -> int:
+    async def _prefill(self, tenant: str, prompt: SystemPrompt, document: Document, *, pinned: bool) -> int:
         """The tokens that had to be computed."""
         model = await self._models.current()
         segments = await asyncio.to_thread(model.prompts.build_head, prompt.messages, document, prompt.scopes)
-        return await prefill(self._engine, tenant, segments)
+        head, last = segments[:-1], segments[-1:]
+        kept = tuple(msgspec.structs.replace(segment, pinned=pinned) for segment in last)
+        return await prefill(self._engine, tenant, (*head, *kept))
 
     def _of(self, tenant: str) -> _Ahead:
         ahead = self._tenants.get(tenant)
@@ -176,7 +181,7 @@ class PrefillAhead:
             await asyncio.sleep(_REWARM_SECONDS)
             with suppress(RetrievalError):
                 for tenant in self._tenants:
-                    self.offer(tenant, sorted(await self._pins.of(tenant)))
+                    self.offer(tenant, sorted(await self._pins.chunks(tenant)), pinned=True)
 
 
 async def prefill(engine: Engine, tenant: str, segments: tuple[Segment, ...]) -> int:

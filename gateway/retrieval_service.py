@@ -53,7 +53,7 @@ class RetrievalService:
         self.searcher = Searcher(self.library, self.indexes, embedder, settings.operator_tenant)
         self.popularity = Popularity(commands)
         self.conversations = Conversations(commands)
-        self.pins = Pins(commands)
+        self.pins = Pins(commands, self.library)
         self.erasure = Erasure(engine, commands)
         self.prefill = PrefillAhead(
             engine, models, self.library, self.popularity, self.pins, settings.prefill_tokens_per_minute, may_store

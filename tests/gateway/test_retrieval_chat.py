@@ -238,6 +238,45 @@ def test_a_first_question_finds_its_document_warm(store_url: str) -> None:
         assert cached_tokens(answer) >= 0.8 * len(document)
 
 
+def test_what_a_pinned_collection_holds_is_kept_warm_and_on_disk(store_url: str) -> None:
+    """Also a file that comes later: the collection is pinned, not what it held that day."""
+    flush(store_url)
+    ahead = msgspec.structs.replace(SETTINGS.retrieval, prefill_tokens_per_minute=100_000)
+    with (
+        running(store_url, msgspec.structs.replace(SETTINGS, retrieval=ahead)) as retrieval,
+        retrieval.client() as client,
+    ):
+        gateway = retrieval.gateway
+
+        def call(method: str, path: str) -> dict[str, Any]:
+            response = gateway.http.request(method, f"/v1/cache/documents/{path}", headers=gateway.headers("alice"))
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        def pinned_documents() -> set[str]:
+            last = [submit.segments[-1] for submit in retrieval.engine.submitted if submit.when_idle]
+            return {segment.document_id or "" for segment in last if segment.pinned}
+
+        store, ids = retrieval.store_with(client, {"rome.txt": CITIES["rome.txt"]})
+        retrieval.ask(client, "Anything?", store)
+        gateway.wait_until(lambda: any(submit.when_idle for submit in retrieval.engine.submitted))
+        assert pinned_documents() == set()
+        assert call("GET", ids["rome.txt"])["pinned"] is False
+        assert call("POST", f"{store}/pin")["pinned"] is True
+        (rome,) = call("GET", ids["rome.txt"])["document_ids"]
+        gateway.wait_until(lambda: pinned_documents() == {rome})
+        paris = client.vector_stores.files.upload_and_poll(
+            vector_store_id=store, file=("paris.txt", str(CITIES["paris.txt"]).encode())
+        )
+        assert call("GET", paris.id)["pinned"] is True
+        assert call("POST", f"{store}/warm")["pinned"] is True
+        gateway.wait_until(lambda: len(pinned_documents()) == 2)
+        assert call("POST", f"{store}/unpin")["pinned"] is False
+        assert call("GET", paris.id)["pinned"] is False
+        foreign = gateway.http.post(f"/v1/cache/documents/{store}/pin", headers=gateway.headers("bob"))
+        assert foreign.status_code == 404
+
+
 def test_a_rewritten_query_is_what_is_searched(retrieval: RetrievalGateway) -> None:
     with retrieval.client() as client:
         store, _ = retrieval.store_with(client, CITIES)

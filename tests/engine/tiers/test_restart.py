@@ -73,8 +73,13 @@ def test_a_clean_stop_writes_everything(tmp_path: Path, store: StoreProcess) -> 
         assert ask(second, PROMPT) == 40
 
 
-def test_a_pinned_document_is_on_disk_as_soon_as_it_was_computed(tmp_path: Path, store: StoreProcess) -> None:
+@pytest.mark.parametrize("is_cached_before", [False, True])
+def test_a_pinned_document_is_on_disk_as_soon_as_it_was_computed(
+    tmp_path: Path, store: StoreProcess, is_cached_before: bool
+) -> None:
     first = TieredEngine(tmp_path, store.url, big()).loaded()
+    if is_cached_before:
+        ask(first, PROMPT)
     first.harness.submit(PROMPT, 1, document="handbook", pinned=True)
     first.harness.run()
     first.settle()
