@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from threading import Barrier
 from typing import Any
 
 import msgspec
@@ -182,6 +184,41 @@ def test_deleting_a_file_erases_its_kv_and_says_how_much(retrieval: RetrievalGat
         after = retrieval.ask(client, ALL, store)
         assert "rome.txt" not in by_position(after)
         assert (client.files.with_raw_response.list().http_response.json())["data"][0]["id"] != ids["rome.txt"]
+
+
+def test_files_that_are_deleted_while_others_ask_are_in_no_answer_that_began_later(store_url: str) -> None:
+    """Two gateways, a file deleted through either while both are asked: no error, and nothing that was gone already."""
+    flush(store_url)
+    keys = new_keys()
+    with running(store_url, keys=keys) as one, running(store_url, keys=keys) as two:
+        with one.client() as client:
+            store, ids = one.store_with(client, CITIES)
+        deleted: list[str] = []
+        together = Barrier(5)
+
+        def keep_asking(gateway: RetrievalGateway) -> int:
+            answers = 0
+            with gateway.client() as client:
+                together.wait(60)
+                while len(deleted) < len(CITIES) - 1:
+                    gone = set(deleted)
+                    found = {each["filename"] for each in documents_of(gateway.ask(client, ALL, store))}
+                    assert not found & gone
+                    answers += 1
+            return answers
+
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(keep_asking, gateway) for gateway in (one, two, one, two)]
+            together.wait(60)
+            for gateway, name in zip((one, two, one), list(ids)[:-1], strict=True):
+                with gateway.client() as client:
+                    client.files.delete(ids[name])
+                deleted.append(name)
+            assert all(each.result(60) for each in asking)
+        for gateway in (one, two):
+            with gateway.client() as client:
+                assert by_position(gateway.ask(client, ALL, store)) == [list(ids)[-1]]
+            gateway.gateway.wait_until(lambda gateway=gateway: not gateway.engine.running)
 
 
 def test_kv_of_a_deleted_file_is_erased_once_the_engine_is_back(retrieval: RetrievalGateway) -> None:
