@@ -112,8 +112,9 @@ def test_gdsf_remembers_uses_of_what_had_to_go() -> None:
     for _ in range(3):
         put(index, "acme", [1], 10)
         index.evict(1, "x")
-    put(index, "acme", [1, 5], 10)  # 5 is new: it goes before what was used often, though it is behind it
-    put(index, "acme", [2], 20)
+    put(index, "acme", [1, 5], 10)  # 1 was used three times before; 5, in the same run, is new
+    for _ in range(2):
+        put(index, "acme", [2], 20)
     assert index.num_nodes == 3
     assert list(index.evict(2, "x")) == [11, 20]
     assert index.match_prefix(ScopedTokens.of([1], SCOPES["acme"], BLOCK, "acme"), 1).num_tokens == 1
