@@ -13,6 +13,7 @@ Every request is diagnosed; the report goes to who asks for it, the dashboard co
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from retrieval.lint import TIMES, Finding, first_volatile, volatile_at
 _MAX_TENANTS = 1024
 _MAX_PROMPTS = 4  # of a tenant
 _MAX_CHARACTERS = 2000  # of a system prompt
+_WORD = re.compile(r"\w+")
 _CACHED = ("device", "host", "disk")
 _CLASSES = (*_CACHED, "cold", "diverged", "evicted", "partial_block", "disabled")
 
@@ -217,8 +219,8 @@ def _system_difference(now: Outline, earlier: Sequence[Outline]) -> Iterator[Hin
         if (found := volatile_at(now.system, at)) is not None:
             yield _volatile(found, f"The system prompt changes at character {at}, in")
             return
-    words = Counter(now.system.split())
-    if any(Counter(before.system.split()) == words for before in earlier):
+    words = Counter(_WORD.findall(now.system))
+    if any(Counter(_WORD.findall(before.system)) == words for before in earlier):
         yield Hint(
             "reordered_system_prompt",
             "The system prompt has the same words as before in another order (tools, perhaps): keep one order.",
