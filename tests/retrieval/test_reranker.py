@@ -41,8 +41,8 @@ def save_cross_encoder(directory: Path, num_labels: int = 1) -> Path:
         intermediate_size=64,
         max_position_embeddings=64,
         initializer_range=0.6,
-        num_labels=num_labels,
     )
+    config.num_labels = num_labels
     BertForSequenceClassification(config).save_pretrained(directory)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
