@@ -61,7 +61,7 @@ from engine.request import Request
 from engine.sampler import NonFiniteLogitsError
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.settings import EngineSettings
-from engine.tiers.tier_stats import index_stats, tier_stats
+from engine.tiers.tier_stats import index_stats, tier_evictions, tier_stats
 from engine.tiers.tiered_cache import TieredCache
 from engine.verification import Verification
 
@@ -118,7 +118,6 @@ class LLMEngine:
         self._arrivals = 0
         self._broken: Exception | None = None  # found between steps
         self.tiers: TieredCache | None = None
-        self._is_persisting = False
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
@@ -382,21 +381,20 @@ class LLMEngine:
             self._broken = error
         if self._broken is not None:
             self._reset_cache(self._broken)
-        return self.tiers.is_busy or self._is_persisting
+        return self.tiers.is_busy or self.scheduler.manager.is_persisting
 
     def _move_blocks(self) -> None:
         assert self.tiers is not None
         self.tiers.poll()
-        if self._is_persisting and not self.tiers.is_busy:
-            self.scheduler.manager.persist_all()
-            self._is_persisting = self.tiers.is_busy
+        if not self.tiers.is_busy:
+            self.scheduler.manager.continue_to_persist()
         self._carry_out_offloads()
         self._settle_transfers()
         self.tiers.finish_erasures()
 
     def persist(self) -> None:
         """Bring what the device holds to the disk, a part at a time, while `idle` is called."""
-        self._is_persisting = self.tiers is not None and self.tiers.disk is not None
+        self.scheduler.manager.begin_to_persist()
 
     def close(self, seconds: float = 10.0) -> None:
         """Persist what can be persisted in that time, and let go of files and threads."""
@@ -499,7 +497,8 @@ class LLMEngine:
             index=None if self.tiers is None else index_stats(self.tiers),
             prefill_tokens_per_second=self._speed.tokens_per_second,
             owners=manager.index.order.uses(),
-            ledger=manager.index.order.ledger_lines(),
+            ledger=manager.index.order.ledger.lines("device")
+            + (() if self.tiers is None else tier_evictions(self.tiers)),
             **{name: getattr(counters, name) for name in Counters.__dataclass_fields__},
         )
 

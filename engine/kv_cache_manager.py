@@ -111,6 +111,7 @@ class KVCacheManager:
         self._clock = clock
         # Blocks that running requests are about to compute, by key: who else wants one waits for it.
         self._computing: dict[bytes, Request] = {}
+        self._unpersisted: list[Node] = []  # ends of paths that are to be on disk, the next one last
         self.popularity = DocumentPopularity()
 
     def set_policy(self, tenant_id: str, policy: TenantPolicy) -> None:
@@ -448,15 +449,25 @@ class KVCacheManager:
         self.pool.acquire(adopted)
         self.pool.release(own)
 
-    def persist(self, node: Node) -> None:
-        """Write a path to the disk, as far as it is not there."""
-        if self.tiers is not None and not node.doomed:
-            self.tiers.write_through(self.index.path(node))
+    def persist(self, node: Node) -> bool:
+        """Write a path to the disk, as far as it is not there; False when more of it has to wait for room in a queue."""
+        if self.tiers is None or node.doomed or node.parent is None:
+            return True
+        return self.tiers.write_through(self.index.path(node))
 
-    def persist_all(self) -> None:
-        """Everything that the index holds, for a clean stop or an idle hour."""
-        for node in list(self.index.leaves()):
-            self.persist(node)
+    def begin_to_persist(self) -> None:
+        """Bring everything that the index holds now to the disk, each path once: a disk that is too small for all of
+        it ends with what was used last, and is not written for ever."""
+        if self.tiers is not None and self.tiers.disk is not None:
+            self._unpersisted = sorted(self.index.leaves(), key=lambda node: node.last_use, reverse=True)
+
+    def continue_to_persist(self) -> None:
+        while self._unpersisted and self.persist(self._unpersisted[-1]):
+            self._unpersisted.pop()
+
+    @property
+    def is_persisting(self) -> bool:
+        return bool(self._unpersisted)
 
     # ------------------------------------------------------------------ the end
 
@@ -491,7 +502,7 @@ class KVCacheManager:
             return None
         if not self.tiers.is_fetch_cheaper(len(block_ids), num_tokens - first * self.block_size):
             return None
-        slots = self.tiers.swap_out(block_ids)
+        slots = self.tiers.swap_out(block_ids, request.tenant_id)
         return None if slots is None else SwappedBlocks(first, num_tokens, slots)
 
     def drop_swapped(self, request: Request) -> None:

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 from engine.erasure import Selection
 from engine.errors import InvariantError
-from engine.eviction import Policy
+from engine.eviction import EvictionLedger, Policy
 from engine.prefix_index import KEY_BYTES
 from engine.scoped_tokens import TOKEN_BYTES, ScopedTokens
 from engine.tiers.names import Name, Names
@@ -100,7 +100,7 @@ class TierDirectory:
         self.root_key = root_key
         self.names = Names()  # of scopes, owners and documents
         self.owner_blocks: dict[str, int] = {}
-        self.num_evicted = 0
+        self.ledger = EvictionLedger()
         self._stride = block_size * TOKEN_BYTES
         self._slots: dict[bytes, int] = {}  # key → slot, of those that are filling or ready
         self._free = array("i", range(num_slots - 1, -1, -1))  # the lowest slots are handed out first
@@ -137,6 +137,11 @@ class TierDirectory:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks, since the start."""
+        return self.ledger.total()
 
     # ------------------------------------------------------------------ find
 
@@ -217,7 +222,7 @@ class TierDirectory:
             parent = found
         if block.key in self._slots:
             return None
-        slot = self._allocate(keep=parent)
+        slot = self._allocate(block.owner, keep=parent)
         if slot is None:
             return None
         self._write(slot, block, parent)
@@ -298,9 +303,9 @@ class TierDirectory:
 
     # ------------------------------------------------------------------ private slots
 
-    def take(self) -> int | None:
+    def take(self, pressed_by: str) -> int | None:
         """A slot outside the tree, for as long as the caller wants it; None when nothing can make room."""
-        slot = self._allocate(keep=-1)
+        slot = self._allocate(pressed_by, keep=-1)
         if slot is not None:
             self._private.add(slot)
         return slot
@@ -312,21 +317,28 @@ class TierDirectory:
 
     # ------------------------------------------------------------------ room
 
-    def _allocate(self, keep: int) -> int | None:
+    def _allocate(self, pressed_by: str, keep: int) -> int | None:
         """A free slot, evicting a leaf if there must be; never `keep`, the parent of what is to come."""
         if not self._free:
             if keep >= 0:
                 self.pin(keep)
-            victim = self.next_victim()
-            if victim is not None:
-                self._clock = max(self._clock, self._priority[victim]) if self.policy == "gdsf" else self._clock
-                self.remove(victim)
-                self.num_evicted += 1
+            self.evict(1, pressed_by)
             if keep >= 0:
                 self.unpin(keep)
         return self._free.pop() if self._free else None
 
-    def next_victim(self) -> int | None:
+    def evict(self, count: int, pressed_by: str) -> int:
+        """Let go of up to `count` blocks in the order of eviction; how many went."""
+        for gone in range(count):
+            victim = self._next_victim()
+            if victim is None:
+                return gone
+            self._clock = max(self._clock, self._priority[victim]) if self.policy == "gdsf" else self._clock
+            self.ledger.note(self.owner(victim), pressed_by, 1)
+            self.remove(victim)
+        return count
+
+    def _next_victim(self) -> int | None:
         """The slot that goes next; None when nothing may."""
         while self._heap:
             _, ticket, slot = self._heap[0]

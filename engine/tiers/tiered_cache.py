@@ -34,6 +34,7 @@ from engine.tiers.erasures import ErasureLog
 from engine.tiers.fetch_gate import FetchGate
 from engine.tiers.host_slab import HostSlab
 from engine.tiers.io_thread import IoDone, IoKind
+from engine.tiers.latencies import Latencies
 
 READ_PATIENCE = 10.0  # seconds that a request waits for the disk
 _MAX_READ_SHARE = 2  # reads of one path take at most 1/2 of the host tier
@@ -64,7 +65,9 @@ class TierCounters:
     bytes_read: int = 0
     num_swapped_out: int = 0  # blocks
     num_swapped_in: int = 0
-    num_dropped: int = 0  # blocks that found no room below
+    num_dropped: int = 0  # blocks that found no room
+    reads: Latencies = field(default_factory=Latencies)  # a step's fetches
+    writes: Latencies = field(default_factory=Latencies)  # a step's offloads
 
 
 @dataclass(slots=True)
@@ -143,8 +146,15 @@ class TieredCache:
             if slot is None:
                 self.counters.num_dropped += 1
                 return
-            if self._wanted_on_disk(block.key) and self._may_write():
-                self._add_to_disk(block, slot)
+            if self._wanted_on_disk(block.key):
+                self._demote_to_disk(block, slot)
+
+    def _demote_to_disk(self, block: CachedBlock, host_slot: int) -> None:
+        assert self.disk is not None
+        if self._may_write():
+            self._add_to_disk(block, host_slot)
+        else:
+            self.disk.counters.num_dropped += 1
 
     def _wanted_on_disk(self, key: bytes) -> bool:
         return self.disk is not None and self.disk.directory is not None and key not in self.disk
@@ -185,10 +195,13 @@ class TieredCache:
             self.host.pin(host_slot)
         self.disk.write(disk_slot, self.host_slab.slot(host_slot), host_slot)
 
-    def write_through(self, path: Iterable[CachedBlock]) -> None:
-        """Make a path safe against the end of this process while it stays on the device; deepest first."""
+    def write_through(self, path: Iterable[CachedBlock]) -> bool:
+        """Make a path safe against the end of this process while it stays on the device; deepest first.
+
+        False when the rest of it has to wait until what moves now has arrived.
+        """
         if self.disk is None or self.disk.directory is None:
-            return
+            return True
         missing: list[CachedBlock] = []
         for block in path:
             if block.key in self.disk:
@@ -198,13 +211,14 @@ class TieredCache:
             missing.append(block)
         for block in reversed(missing):
             if not self._may_write() or not self._write_through(block):
-                return
+                return not self.is_busy
+        return True
 
     def _write_through(self, block: CachedBlock) -> bool:
         host_slot = self.host.find(block.key)
         if host_slot is not None:
             return self._add_to_disk(block, host_slot)
-        host_slot = self.host.take()
+        host_slot = self.host.take(block.owner)
         if host_slot is None:
             return False
         self._transit.add(host_slot)
@@ -275,11 +289,11 @@ class TieredCache:
 
     # ------------------------------------------------------------------ swap
 
-    def swap_out(self, block_ids: list[int]) -> list[int] | None:
+    def swap_out(self, block_ids: list[int], owner: str) -> list[int] | None:
         """Keep blocks that nobody but their request can use; the slots, None when there is no room for all."""
         slots: list[int] = []
         for _ in block_ids:
-            slot = self.host.take()
+            slot = self.host.take(owner)
             if slot is None:
                 self.swap_drop(slots)
                 return None
@@ -334,6 +348,10 @@ class TieredCache:
     def settle(self, report: TransferReport) -> None:
         """Transfers have ended: their slots are ready, or free."""
         self.gate.bandwidth["host"].observe(report.fetched_bytes, report.fetch_seconds)
+        if report.fetch_seconds:
+            self.counters.reads.observe(report.fetch_seconds)
+        if report.offload_seconds:
+            self.counters.writes.observe(report.offload_seconds)
         while self._batches and self._batches[0].number <= report.num_done:
             batch = self._batches.popleft()
             for offload in batch.offloads:
@@ -468,10 +486,7 @@ class TieredCache:
         """Let go of up to `count` blocks of a tier in the order of eviction; how many went."""
         if tier == "disk":
             return 0 if self.disk is None else self.disk.evict(count)
-        gone = 0
-        while gone < count and (slot := self.host.next_victim()) is not None:
-            gone += len(self.host.remove(slot))
-        return gone
+        return self.host.evict(count, "operator")
 
     # ------------------------------------------------------------------ check
 

@@ -57,9 +57,9 @@ class FakeRunner:
         self.num_computed_tokens = 0
         self.outputs: list[SchedulerOutput] = []
         self.host: HostSlab | None = None
-        self.fetch_seconds = 1e-6  # what a fetch is said to take, a block
+        self.fetch_seconds = 1e-6  # what a copy is said to take, a block
         self._num_transfers = 0
-        self._fetched = 0
+        self._fetched = self._offloaded = 0
 
     @property
     def block_bytes(self) -> int:
@@ -87,6 +87,7 @@ class FakeRunner:
             assert self.host is not None
             self.unpack(bytes(self.host.slot(fetch.host_slot)), fetch.block_id)
         self._fetched += len(output.fetches)
+        self._offloaded += len(output.offloads)
 
     def _copy(self, output: SchedulerOutput) -> None:
         for copy in output.copies:
@@ -95,7 +96,13 @@ class FakeRunner:
 
     def transfer_report(self) -> TransferReport:
         fetched, self._fetched = self._fetched, 0
-        return TransferReport(self._num_transfers, fetched * self.block_bytes, fetched * self.fetch_seconds)
+        offloaded, self._offloaded = self._offloaded, 0
+        return TransferReport(
+            self._num_transfers,
+            fetched * self.block_bytes,
+            fetched * self.fetch_seconds,
+            offloaded * self.fetch_seconds,
+        )
 
     def is_same_block(self, block_id: int, payload: memoryview) -> bool:
         return self.pack(block_id) == bytes(payload)

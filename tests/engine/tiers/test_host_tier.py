@@ -156,7 +156,7 @@ def test_fetching_that_is_slower_than_computing_is_not_done() -> None:
     assert harness.accounts[name].host == 0
     assert harness.accounts[name].num_prompt_tokens == 20
     assert harness.tokens_of(name) == expect(prompt, 2)
-    assert gate.num_refused > 0
+    assert gate.num_refused["host"] > 0
 
 
 def test_what_a_queued_request_needs_is_not_evicted_for_others() -> None:

@@ -64,6 +64,24 @@ def test_what_was_asked_only_once_is_written_when_the_engine_rests(tmp_path: Pat
         assert ask(second, PROMPT) == 40
 
 
+def test_a_disk_smaller_than_the_device_keeps_what_was_used_last_and_comes_to_rest(
+    tmp_path: Path, store: StoreProcess
+) -> None:
+    """A resting engine wrote for ever: each path that was put on disk pushed another one out."""
+    options = TieredOptions(num_blocks=64, host_slots=16, disk_slots=16)
+    with TieredEngine(tmp_path, store.url, options).loaded() as engine:
+        prompts = [[n, *range(100, 130)] for n in range(5)]
+        for prompt in [*prompts, prompts[0]]:
+            ask(engine, prompt)
+        engine.harness.engine.persist()
+        engine.settle()
+        assert engine.disk.counters.bytes_written <= 5 * 8 * engine.slab.block_bytes
+    options.incarnation = "two"
+    with TieredEngine(tmp_path, store.url, options).loaded() as engine:
+        assert ask(engine, prompts[0]) == 28
+        assert ask(engine, prompts[1]) == 0
+
+
 def test_a_clean_stop_writes_everything(tmp_path: Path, store: StoreProcess) -> None:
     first = TieredEngine(tmp_path, store.url, big()).loaded()
     ask(first, PROMPT)
