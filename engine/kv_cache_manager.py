@@ -450,7 +450,7 @@ class KVCacheManager:
         self.pool.release(own)
 
     def persist(self, node: Node) -> bool:
-        """Write a path to the disk, as far as it is not there; False when more of it has to wait for room in a queue."""
+        """Write a path to the disk, as far as it is not there; False when the rest has to wait for its turn."""
         if self.tiers is None or node.doomed or node.parent is None:
             return True
         return self.tiers.write_through(self.index.path(node))

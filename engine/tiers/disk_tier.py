@@ -21,8 +21,8 @@ from engine.tiers.directory import BlockIdentity, TierDirectory
 from engine.tiers.disk_slab import DiskSlab
 from engine.tiers.index_record import RecordFormat, names_of
 from engine.tiers.io_thread import IoDone, IoJob, IoKind, IoThread
-from engine.tiers.latencies import Latencies
 from engine.tiers.journal import Journal, JournalState, JournalStats
+from engine.tiers.latencies import Latencies
 from engine.tiers.names import Name
 from engine.tiers.slab import SlabReadError
 
