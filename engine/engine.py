@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.batch import ScheduledSequence, SchedulerOutput, TransferReport
+from engine.document_stats import document_uses
 from engine.erasure import Selection
 from engine.errors import (
     ContextLengthExceededError,
@@ -45,7 +46,6 @@ from engine.protocol import (
     CacheVerified,
     Delta,
     DocumentStats,
-    DocumentUse,
     EngineInfo,
     EngineStats,
     Erase,
@@ -449,23 +449,13 @@ class LLMEngine:
         return self.scheduler.manager.explain(request)
 
     def document_stats(self, query: GetDocumentStats) -> DocumentStats:
-        """What the device holds of each document that a tenant may ask about."""
+        """What every tier holds of each document that a tenant may ask about."""
         selection = Selection(scopes=frozenset(query.scopes), document_ids=frozenset(query.document_ids))
-        uses: dict[str, DocumentUse] = {}
-        block_size = self._info.block_size
-        for run in self.scheduler.manager.index.document_runs(selection):
-            before = uses.get(run.document_id)
-            num_blocks = run.num_blocks + (before.num_blocks if before else 0)
-            uses[run.document_id] = DocumentUse(
-                document_id=run.document_id,
-                num_blocks=num_blocks,
-                num_bytes=num_blocks * self._info.block_bytes,
-                num_by_tier={"device": num_blocks},
-                hits=run.hits + (before.hits if before else 0),
-                tokens_saved=run.hits * run.num_blocks * block_size + (before.tokens_saved if before else 0),
-                last_use=max(run.last_use, before.last_use if before else 0.0),
-            )
-        return DocumentStats(query_id=query.query_id, documents=tuple(uses.values()))
+        runs = {"device": self.scheduler.manager.index.document_runs(selection)}
+        if self.tiers is not None:
+            runs |= self.tiers.document_runs(selection)
+        uses = document_uses(runs, self._info.block_size, self._info.block_bytes)
+        return DocumentStats(query_id=query.query_id, documents=uses)
 
     # ------------------------------------------------------------------ look
 

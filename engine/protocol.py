@@ -280,18 +280,18 @@ class Erased(msgspec.Struct, frozen=True, kw_only=True, tag="erased"):
 
 
 class DocumentUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A document as a unit of the device's cache, added up over every prompt that it stands in.
+    """A document as a unit of the cache, added up over the tiers and every prompt that it stands in.
 
-    Its blocks are those from where it starts to the next document, or to the end of its run in the tree.
+    Its blocks are those from where it starts to the next document, or to where prompts part. Hits are the device's.
     """
 
     document_id: str
     num_blocks: int
     num_bytes: int
-    num_by_tier: dict[str, int]  # blocks
+    num_by_tier: dict[str, int]  # blocks; they sum to `num_blocks`
     hits: int
     tokens_saved: int
-    last_use: float  # Unix seconds; 0: not used since the engine's start
+    last_use: float  # Unix seconds
 
 
 class DocumentStats(msgspec.Struct, frozen=True, kw_only=True, tag="document_stats"):

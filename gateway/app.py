@@ -103,7 +103,7 @@ def create_app(
             *vector_store_file_routes(retrieval),
             *vector_store_batch_routes(retrieval),
             *embedding_routes(retrieval),
-            *cache_document_routes(retrieval, engine),
+            *cache_document_routes(retrieval, engine, tenants.secret),
         ]
     v1 = Router("/v1", guards=[tenant_guard(tenants)], route_handlers=routes)
     admin = admin_router(tenants, TenantAdmin(store, tenants.secret, sync.poll), engine, usage)

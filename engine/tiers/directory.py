@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.eviction import EvictionLedger, Policy
-from engine.prefix_index import KEY_BYTES
+from engine.prefix_index import KEY_BYTES, DocumentRun
 from engine.scoped_tokens import TOKEN_BYTES, ScopedTokens
 from engine.tiers.names import Name, Names
 
@@ -431,6 +431,24 @@ class TierDirectory:
             if self._state[slot] in (_FILLING, _READY):  # else an earlier one was above it
                 removed += self.remove(slot)
         return removed
+
+    def document_runs(self, selection: Selection) -> Iterator[DocumentRun]:
+        """Where the selected documents stand: from their start on as long as the path neither forks nor changes."""
+        for document in [key for key in self._by_document if selection.has_document(key)]:
+            for slot in self._by_document[document]:
+                if self._state[slot] == _READY and selection.has_block(self.owner(slot), self.scope(slot)):
+                    run = self._run_from(slot)
+                    last_use = max(self.last_used[at] for at in run)
+                    yield DocumentRun(document.rpartition("\x1f")[2], len(run), 0, float(last_use))
+
+    def _run_from(self, slot: int) -> list[int]:
+        run = [slot]
+        while (child := self._first_child[run[-1]]) >= 0 and self._next[child] < 0:
+            starts_another = self.documents(child)
+            if starts_another or self._scope[child] != self._scope[slot] or self._state[child] != _READY:
+                break
+            run.append(child)
+        return run
 
     def _selected(self, selection: Selection) -> list[int]:
         if selection.document_ids is None:

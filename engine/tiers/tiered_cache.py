@@ -19,14 +19,14 @@ without room: then the request computes what it could not have.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engine.batch import BlockOffload, SchedulerOutput, TransferReport
 from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.eviction import Policy
-from engine.prefix_index import CachedBlock
+from engine.prefix_index import CachedBlock, DocumentRun
 from engine.scoped_tokens import ScopedTokens
 from engine.tiers.directory import BlockIdentity, TierDirectory
 from engine.tiers.disk_tier import DiskTier
@@ -488,7 +488,14 @@ class TieredCache:
             return 0 if self.disk is None else self.disk.evict(count)
         return self.host.evict(count, "operator")
 
-    # ------------------------------------------------------------------ check
+    # ------------------------------------------------------------------ look
+
+    def document_runs(self, selection: Selection) -> dict[str, Iterator[DocumentRun]]:
+        """Where the selected documents stand, by tier."""
+        runs = {"host": self.host.document_runs(selection)}
+        if self.disk is not None and self.disk.directory is not None:
+            runs["disk"] = self.disk.directory.document_runs(selection)
+        return runs
 
     def check_integrity(self) -> None:
         self.host.check_integrity()
