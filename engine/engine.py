@@ -381,7 +381,12 @@ class LLMEngine:
             self._broken = error
         if self._broken is not None:
             self._reset_cache(self._broken)
-        return self.tiers.is_busy or self.scheduler.manager.is_persisting
+        return self.tiers.is_busy or self.scheduler.manager.is_persisting or self.is_restoring
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether what an earlier life left is still coming back from the disk."""
+        return self.tiers is not None and self.tiers.is_restoring
 
     def _move_blocks(self) -> None:
         assert self.tiers is not None

@@ -129,7 +129,7 @@ def create_app(
             if operations is None:  # else it is closed with them, after their last words
                 await store.close()
 
-    probe = ReadinessProbe(engine, drain, store.problem)
+    probe = ReadinessProbe(engine, drain, store.problem, models.current)
     return Litestar(
         route_handlers=[*routers, admin, *health_routes(probe)],
         lifespan=[connections] if operations is None else [operations.lifespan, connections],

@@ -42,8 +42,9 @@ class PromptTokenizer:
         self._control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or r"(?!)")
         self._beginning = Tokenizer.from_str(json.dumps(spec))
         _drop_dummy_prefix(spec)
-        self._template = Tokenizer.from_str(json.dumps(spec))
-        self._text = Tokenizer.from_str(json.dumps(spec))
+        without_prefix = json.dumps(spec)
+        self._template = Tokenizer.from_str(without_prefix)
+        self._text = Tokenizer.from_str(without_prefix)
         self._text.encode_special_tokens = True
         self._cache = TokenCache(_CACHED_CHARACTERS)
 

@@ -297,6 +297,11 @@ class DiskTier:
         stats = self._journal.stats()
         return stats.state is JournalState.OK and not stats.num_pending
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the index of an earlier life is being read; not while Redis is away, which may be for long."""
+        return self.directory is None and not self._journal.stats().num_failures
+
     def journal_stats(self) -> JournalStats:
         return self._journal.stats()
 

@@ -105,7 +105,7 @@ class TieredCache:
         self.counters = TierCounters()
         self.write_through_hits = write_through_hits
         self._erasures = erasures
-        self._wants_preload = preload
+        self._restores = preload and disk is not None  # until what was used last has been brought to host memory
         self._preload: list[int] = []  # disk slots of leaves, the next one last
         self._offloads: list[BlockOffload] = []
         self._writes: dict[int, int] = {}  # host slot whose offload is awaited → disk slot to write it to
@@ -388,7 +388,7 @@ class TieredCache:
             return
         if self.disk.poll():
             self._resume_erasures()
-            if self._wants_preload:
+            if self._restores:
                 self._preload = self.disk.leaves_by_last_use()
         for done in self.disk.completed():
             match done.job.kind:
@@ -404,6 +404,9 @@ class TieredCache:
 
     def _continue_preload(self) -> None:
         """A few blocks at a time, so that a request that needs the disk does not wait behind them."""
+        assert self.disk is not None
+        if self.disk.directory is not None and not self._preload and not self.disk.pending_read_bytes:
+            self._restores = False
         while self._preload and self.disk is not None and self.disk.directory is not None:
             if self.disk.pending_read_bytes >= _PRELOAD_DEPTH * self.host_slab.block_bytes:
                 return
@@ -421,6 +424,11 @@ class TieredCache:
             self.host.ready(slot)
         elif self.host.ready(slot):
             self.host.remove(slot)
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether what an earlier life left is still coming back: a request now may find less, and wait longer."""
+        return self._restores and self.disk is not None and (self.disk.directory is not None or self.disk.is_loading)
 
     @property
     def is_busy(self) -> bool:

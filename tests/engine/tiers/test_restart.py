@@ -116,8 +116,9 @@ def test_what_was_used_last_is_in_host_memory_before_it_is_asked_for(tmp_path: P
     first.harness.engine.close()
     options = big("two")
     options.preload = True
-    with TieredEngine(tmp_path, store.url, options).loaded() as second:
-        second.settle()
+    with TieredEngine(tmp_path, store.url, options) as second:
+        assert second.harness.engine.is_restoring
+        second.wait_until(lambda: not second.harness.engine.is_restoring)
         name = second.harness.submit(PROMPT, 3)
         second.harness.run()
         assert (second.harness.accounts[name].host, second.harness.accounts[name].disk) == (40, 0)

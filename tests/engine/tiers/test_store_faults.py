@@ -63,7 +63,10 @@ def test_an_engine_that_starts_without_its_store_serves_and_loads_when_it_comes(
     ask(first, PROMPT)
     first.harness.engine.close()
     own_store.kill()
-    with TieredEngine(tmp_path, own_store.url, big("two")) as second:
+    options = big("two")
+    options.preload = True
+    with TieredEngine(tmp_path, own_store.url, options) as second:
+        second.wait_until(lambda: not second.harness.engine.is_restoring)  # what is away is not waited for
         other = OTHERS[0]
         assert ask(second, other) == 0
         assert ask(second, other) == 30
