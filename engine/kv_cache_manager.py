@@ -21,6 +21,9 @@ request; blocks on disk are read while it is parked, like a follower, and are th
     [ b0 ][ b1 ]  [ b2 ][ b3 ]   [ b4 ]        b2, b3: fresh blocks of the table, filled by a copy, indexed after the
      shared        fetched        read first    step like computed ones
 
+Where a prompt parts from another inside a block that lies only below, that block is fetched into one of the request's
+own, and computed over from there: exact to the token in every tier.
+
 What leaves the index is shown to the tiers first (`demote`). Fetch or compute is the gate's choice.
 """
 
@@ -29,7 +32,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.batch import BlockCopy, BlockFetch
 from engine.block_pool import BlockPool
@@ -40,7 +43,7 @@ from engine.eviction import Policy
 from engine.prefix_index import MissReason, Node, PrefixIndex, PrefixMatch
 from engine.protocol import ExplainedPart, PromptAccount, TenantPolicy
 from engine.request import Request, SwappedBlocks
-from engine.tiers.tiered_cache import NO_MATCH, READ_PATIENCE, TieredCache, TierMatch
+from engine.tiers.tiered_cache import NO_MATCH, READ_PATIENCE, PartialBlock, TieredCache, TierMatch
 
 MAX_READS = 2  # times a request waits for the disk; then it computes what is still not there
 
@@ -70,7 +73,16 @@ class CachedPrefix:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size if self.below.host_slots else self.match.num_tokens
+        if self.below.host_slots or self.below.partial is not None:
+            return self.num_blocks * self.block_size + self.below.partial_tokens("host")
+        return self.match.num_tokens
+
+    @property
+    def disk_keys(self) -> list[bytes]:
+        """Of the blocks that have to be read first."""
+        keys = self.keys[len(self.below.host_slots) : len(self.below)]
+        partial = self.below.partial
+        return [*keys, partial.key] if partial is not None and partial.tier == "disk" else keys
 
 
 @dataclass(slots=True, frozen=True)
@@ -134,22 +146,39 @@ class KVCacheManager:
         if not (self.caching and request.indexable):
             return None
         match = self.index.match_prefix(request.tokens, request.num_tokens - 1)
-        first, last = len(match.block_ids), (request.num_tokens - 1) // self.block_size
-        if self.tiers is None or first >= last:
+        if self.tiers is None:
             return CachedPrefix(match, NO_MATCH, [], self.block_size)
-        keys = self.index.chain_keys(self.index.match_key(match), request.tokens, first, first + 1)
-        if not self.tiers.may_have(keys[0]):
-            return CachedPrefix(match, NO_MATCH, keys, self.block_size)
-        keys += self.index.chain_keys(keys[0], request.tokens, first + 1, last)
-        return CachedPrefix(match, self.tiers.match(request.tokens, first, keys), keys, self.block_size)
+        first, last = len(match.block_ids), (request.num_tokens - 1) // self.block_size
+        keys, below = list[bytes](), NO_MATCH
+        if first < last:
+            keys = self.index.chain_keys(self.index.match_key(match), request.tokens, first, first + 1)
+            if self.tiers.may_have(keys[0]):
+                keys += self.index.chain_keys(keys[0], request.tokens, first + 1, last)
+                below = self.tiers.match(request.tokens, first, keys)
+        partial = self._match_partial_below(request, match, below, keys)
+        return CachedPrefix(match, below if partial is None else replace(below, partial=partial), keys, self.block_size)
+
+    def _match_partial_below(
+        self, request: Request, match: PrefixMatch, below: TierMatch, keys: list[bytes]
+    ) -> PartialBlock | None:
+        """What the block in which the prompt parts from others gives, if that is more than on the device."""
+        assert self.tiers is not None
+        block = len(match.block_ids) + len(below)
+        on_device = 0 if len(below) else match.partial_tokens
+        if not block:
+            return None
+        parent_key = keys[len(below) - 1] if len(below) else self.index.match_key(match)
+        return self.tiers.match_partial(request.tokens, parent_key, block, request.num_tokens - 1, on_device)
 
     def plan(self, request: Request) -> CachedPrefix | None:
         """As `get_computed_blocks`, without what is computed faster than it is fetched."""
         prefix = self.get_computed_blocks(request)
-        if prefix is None or self.tiers is None or not prefix.below.host_slots:
+        if prefix is None or self.tiers is None:
             return prefix
-        blocks = len(prefix.below.host_slots)
-        if self.tiers.is_fetch_cheaper(blocks, blocks * self.block_size - prefix.match.partial_tokens):
+        partial = prefix.below.partial_tokens("host")
+        blocks = len(prefix.below.host_slots) + (partial > 0)
+        tokens = len(prefix.below.host_slots) * self.block_size + partial - prefix.match.partial_tokens
+        if not blocks or self.tiers.is_fetch_cheaper(blocks, tokens):
             return prefix
         return CachedPrefix(prefix.match, NO_MATCH, prefix.keys, self.block_size)
 
@@ -194,13 +223,13 @@ class KVCacheManager:
 
     def _start_reads(self, request: Request, prefix: CachedPrefix) -> bool:
         tiers, below = self.tiers, prefix.below
-        if tiers is None or not below.disk_slots or request.num_reads >= MAX_READS:
+        if tiers is None or not below.num_disk_blocks or request.num_reads >= MAX_READS:
             return False
         if not tiers.is_read_cheaper(below) or (key := tiers.start_reads(below)) is None:
             return False
         request.num_reads += 1
         request.awaited_read, request.read_deadline = key, self._clock() + READ_PATIENCE
-        request.disk_keys.update(prefix.keys[len(below.host_slots) : len(below)])
+        request.disk_keys.update(prefix.disk_keys)
         return True
 
     def is_still_awaiting(self, request: Request) -> bool:
@@ -220,8 +249,8 @@ class KVCacheManager:
         if prefix is None:
             return
         request.wanted_node = self.index.want(prefix.match)
-        if self.tiers is not None and prefix.below.disk_slots and self.tiers.is_read_cheaper(prefix.below):
-            request.disk_keys.update(prefix.keys[len(prefix.below.host_slots) : len(prefix.below)])
+        if self.tiers is not None and prefix.below.num_disk_blocks and self.tiers.is_read_cheaper(prefix.below):
+            request.disk_keys.update(prefix.disk_keys)
             self.tiers.start_reads(prefix.below)
 
     def _look_away(self, request: Request) -> None:
@@ -254,6 +283,7 @@ class KVCacheManager:
         admission = Admission()
         request.node, request.num_indexed_blocks = self.index.root, 0
         if prefix is not None:
+            self._pin_below(prefix)
             match = prefix.match
             request.node = self.index.lock(match)
             self.pool.acquire(match.block_ids)
@@ -262,22 +292,30 @@ class KVCacheManager:
             request.num_computed_tokens = request.num_indexed_blocks * self.block_size
             self._write_through_hot(request.node)
             self._fetch(request, prefix.below.host_slots, admission)
-        self._swap_in(request, admission)
+        partial: PartialBlock | None = None
+        has_swapped = self._swap_in(request, admission)
         if prefix is not None:
+            partial = self._fetch_partial(request, prefix, admission, wanted=not has_swapped)
             if prefix.match.partial_block is not None and not admission.fetches:
                 copy = self._copy_on_write(request, prefix.match.partial_block, prefix.match.partial_tokens)
                 admission = Admission(copy)
             self._announce(request)
         if request.account is None:
-            request.account = self._account(request, prefix)
+            request.account = self._account(request, prefix, partial)
             self.popularity.note(request.segments)
         return admission
 
+    def _pin_below(self, prefix: CachedPrefix) -> None:
+        """What is going to be fetched stays where it is: writing through and making room may evict below."""
+        if self.tiers is not None:
+            self.tiers.pin(prefix.below.host_slots)
+            if prefix.below.partial is not None and prefix.below.partial.tier == "host":
+                self.tiers.pin([prefix.below.partial.slot])
+
     def _fetch(self, request: Request, host_slots: list[int], admission: Admission) -> None:
-        """Fresh blocks behind the shared ones, to be filled from host memory."""
+        """Fresh blocks behind the shared ones, to be filled from host memory. The slots are pinned."""
         if not host_slots or self.tiers is None:
             return
-        self.tiers.pin(host_slots)  # making room may demote, and that may evict below
         if not self._make_room(len(host_slots), request):
             self.tiers.unpin(host_slots)
             return
@@ -285,24 +323,44 @@ class KVCacheManager:
         self._append_fetched(request, host_slots, admission)
         request.num_computed_tokens = len(request.block_table) * self.block_size
 
+    def _fetch_partial(
+        self, request: Request, prefix: CachedPrefix, admission: Admission, *, wanted: bool
+    ) -> PartialBlock | None:
+        """The block below in which the prompt parts from another, into a block of the request's own.
+
+        What it does not share is computed over. Its slot is pinned.
+        """
+        partial = prefix.below.partial
+        if self.tiers is None or partial is None or partial.tier != "host":
+            return None
+        has_all_before = len(request.block_table) == prefix.num_blocks
+        if not (wanted and has_all_before and self._make_room(1, request)):
+            self.tiers.unpin([partial.slot])
+            return None
+        self.tiers.note_fetch([partial.slot])
+        self._append_fetched(request, [partial.slot], admission)
+        request.num_computed_tokens += partial.num_tokens
+        return partial
+
     def _append_fetched(self, request: Request, host_slots: list[int], admission: Admission) -> None:
         fresh = self.pool.allocate(len(host_slots))
         request.block_table += fresh
         admission.fetches.extend(BlockFetch(slot, block) for slot, block in zip(host_slots, fresh, strict=True))
 
-    def _swap_in(self, request: Request, admission: Admission) -> None:
+    def _swap_in(self, request: Request, admission: Admission) -> bool:
         """A request that was swapped out gets its own blocks back, if what stood before them is there again."""
         swapped, request.swapped = request.swapped, None
         if swapped is None or self.tiers is None:
-            return
+            return False
         skipped = len(request.block_table) - swapped.first_block
         wanted = swapped.slots[skipped:] if skipped >= 0 else []
         if not wanted or not self._make_room(len(wanted), request):
             self.tiers.swap_drop(swapped.slots)
-            return
+            return False
         self.tiers.swap_in(swapped.slots)
         self._append_fetched(request, wanted, admission)
         request.num_computed_tokens = swapped.num_tokens
+        return True
 
     def _write_through_hot(self, node: Node) -> None:
         """Of a path that is used again and again, what the disk lacks."""
@@ -331,16 +389,22 @@ class KVCacheManager:
         request.num_computed_tokens += num_slots
         return BlockCopy(source, fresh[0], num_slots)
 
-    def _account(self, request: Request, prefix: CachedPrefix | None) -> PromptAccount:
-        """Each prompt token into exactly one class (design: one account of every prompt token)."""
+    def _account(self, request: Request, prefix: CachedPrefix | None, partial: PartialBlock | None) -> PromptAccount:
+        """Each prompt token into exactly one class (design: one account of every prompt token).
+
+        `partial`: the block from below that gives its first tokens.
+        """
         total = request.num_prompt_tokens
         if prefix is None:
             return PromptAccount(disabled=total)
         cached = request.num_computed_tokens
         first = request.num_indexed_blocks
         fetched = prefix.keys[: (cached // self.block_size - first) if prefix.below.host_slots else 0]
+        shared = partial.num_tokens if partial is not None else 0
         disk = sum(key in request.disk_keys for key in fetched) * self.block_size
-        host = len(fetched) * self.block_size - disk
+        if partial is not None and partial.key in request.disk_keys:
+            disk += shared
+        host = len(fetched) * self.block_size + shared - disk
         whole = total // self.block_size * self.block_size
         # Nothing but the last block is missing: it is not full, or held back for the token that is always computed.
         missed = 0 if cached >= (total - 1) // self.block_size * self.block_size else whole - cached
@@ -359,8 +423,10 @@ class KVCacheManager:
         """Why what follows was not there. What is only on disk, and was not waited for, has been evicted to there."""
         if prefix.below.disk_slots:
             return MissReason.EVICTED
-        if not prefix.below.host_slots:
+        if not prefix.below.host_slots and prefix.below.partial is None:
             return prefix.match.reason
+        if prefix.below.partial is not None:
+            return self.index.miss_reason(self._key_at(request, prefix, prefix.num_blocks), diverged=True)
         return self.index.miss_reason(self._key_at(request, prefix, prefix.num_blocks), prefix.below.goes_on)
 
     def _announce(self, request: Request) -> None:
@@ -554,13 +620,18 @@ class KVCacheManager:
         device = len(prefix.match.block_ids) * self.block_size
         host = device + len(prefix.below.host_slots) * self.block_size
         disk = host + len(prefix.below.disk_slots) * self.block_size
-        if not len(prefix.below):
+        if prefix.below.partial is not None:
+            host += prefix.below.partial_tokens("host")
+            disk = max(disk, host) + prefix.below.partial_tokens("disk")
+        elif not len(prefix.below):
             device = host = disk = prefix.match.num_tokens
         whole = max(disk, total // self.block_size * self.block_size)
         if disk >= (total - 1) // self.block_size * self.block_size:
             whole = disk
         reason = prefix.match.reason
-        if len(prefix.below) and whole > disk:
+        if prefix.below.partial is not None:
+            reason = MissReason.DIVERGED
+        elif len(prefix.below) and whole > disk:
             reason = MissReason.DIVERGED if prefix.below.goes_on else MissReason.COLD
         ends = [("device", device), ("host", host), ("disk", disk), (reason.value, whole), ("partial_block", total)]
         parts, start = list[ExplainedPart](), 0

@@ -42,11 +42,12 @@ from numpy.typing import NDArray
 from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.eviction import EvictionLedger, Policy
-from engine.prefix_index import KEY_BYTES, DocumentRun
+from engine.prefix_index import KEY_BYTES, DocumentRun, common_tokens
 from engine.scoped_tokens import TOKEN_BYTES, ScopedTokens
 from engine.tiers.names import Name, Names
 
 _DEPTH_OF_DOUBLE_COST = 512  # blocks, as in engine/eviction.py
+_MAX_SIBLINGS = 32  # children that are looked at for the one that shares most
 _KEY_OBJECT, _INT_OBJECT, _HEAP_ENTRY = 64, 32, 64 + 24 + 32 + 32  # as CPython allocates them
 _FREE, _FILLING, _READY, _GONE = range(4)
 
@@ -182,6 +183,29 @@ class TierDirectory:
             found.append(slot)
             parent = slot
         return found
+
+    def closest_child(
+        self, key: bytes, sequence: ScopedTokens, block: int, wanted: bytes, more_than: int
+    ) -> tuple[int, int] | None:
+        """(slot, tokens) of the ready block under `key` that begins most like `wanted`, if with more tokens than that.
+
+        `block`: its place in the sequence. Only children that the sequence may read, and only the last few that came:
+        a system prompt has thousands.
+        """
+        parent = self._slots.get(key)
+        best: tuple[int, int] | None = None
+        if parent is None or self._first_child[parent] < 0:
+            return None
+        scopes = sequence.scopes_up_to(block)
+        child = self._first_child[parent]
+        for _ in range(_MAX_SIBLINGS):
+            if child < 0:
+                break
+            shared = common_tokens(self.tokens(child), wanted)
+            if shared > more_than and self._state[child] == _READY and self.scope(child) in scopes:
+                best, more_than = (child, shared), shared
+            child = self._next[child]
+        return best if best is not None and self._is_path_of(parent, sequence, block - 1) else None
 
     def _holds(self, slot: int, sequence: ScopedTokens, block: int) -> bool:
         return (

@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.batch import BlockOffload, SchedulerOutput, TransferReport
 from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.eviction import Policy
-from engine.prefix_index import CachedBlock, DocumentRun
+from engine.prefix_index import CachedBlock, DocumentRun, tokens_between
 from engine.scoped_tokens import ScopedTokens
 from engine.tiers.directory import BlockIdentity, TierDirectory
 from engine.tiers.disk_tier import DiskTier
@@ -43,15 +44,38 @@ _MAX_WRITE_SHARE = 4  # slots pinned by writes that wait: at most 1/4
 
 
 @dataclass(slots=True, frozen=True)
+class PartialBlock:
+    """The block below in which a prompt parts from another: its first tokens are shared."""
+
+    tier: Literal["host", "disk"]
+    slot: int
+    key: bytes
+    num_tokens: int
+
+
+@dataclass(slots=True, frozen=True)
 class TierMatch:
-    """The blocks below that continue a device match: first those in host slots, then those in disk slots."""
+    """The blocks below that continue a device match: first those in host slots, then those in disk slots.
+
+    `partial` comes after them, and gives more tokens than what the device could have in its place.
+    """
 
     host_slots: list[int] = field(default_factory=list[int])
     disk_slots: list[int] = field(default_factory=list[int])
     goes_on: bool = False  # other prompts went on from where this one ends
+    partial: PartialBlock | None = None
 
     def __len__(self) -> int:
+        """Whole blocks."""
         return len(self.host_slots) + len(self.disk_slots)
+
+    @property
+    def num_disk_blocks(self) -> int:
+        """Blocks that a request has to wait for."""
+        return len(self.disk_slots) + (self.partial is not None and self.partial.tier == "disk")
+
+    def partial_tokens(self, tier: str) -> int:
+        return self.partial.num_tokens if self.partial is not None and self.partial.tier == tier else 0
 
 
 NO_MATCH = TierMatch()
@@ -126,6 +150,22 @@ class TieredCache:
         if disk and self.disk is not None and self.disk.directory is not None:
             return TierMatch(host, disk, self.disk.directory.has_children(disk[-1]))
         return TierMatch(host, disk, bool(host) and self.host.has_children(host[-1]))
+
+    def match_partial(
+        self, sequence: ScopedTokens, parent_key: bytes, block: int, limit: int, more_than: int
+    ) -> PartialBlock | None:
+        """The block under `parent_key` that shares most of the tokens from `block` on, up to `limit`, if with more than
+        so many of them. Fetched into a block of the request's own, it is as good as copied on write."""
+        first = block * self.block_size
+        wanted = tokens_between(sequence, first, min(limit, first + self.block_size))
+        found: PartialBlock | None = None
+        if child := self.host.closest_child(parent_key, sequence, block, wanted, more_than):
+            found = PartialBlock("host", child[0], self.host.key(child[0]), child[1])
+            more_than = child[1]
+        directory = self.disk.directory if self.disk is not None else None
+        if directory is not None and (child := directory.closest_child(parent_key, sequence, block, wanted, more_than)):
+            found = PartialBlock("disk", child[0], directory.key(child[0]), child[1])
+        return found
 
     def may_have(self, key: bytes) -> bool:
         """Whether it is worth while to match: a key is here, or it is not."""
@@ -236,11 +276,12 @@ class TieredCache:
 
         The host tier takes a path from the root on, so what it lacks above them is read, too.
         """
-        if not match.disk_slots or self.disk is None or self.disk.directory is None:
+        if not match.num_disk_blocks or self.disk is None or self.disk.directory is None:
             return None
         directory = self.disk.directory
         path: list[int] = []
-        at: int | None = match.disk_slots[-1]
+        partial = match.partial
+        at: int | None = partial.slot if partial is not None and partial.tier == "disk" else match.disk_slots[-1]
         while at is not None and not self._is_in_host(directory.key(at)):
             path.append(at)
             at = directory.parent_of(at)
@@ -266,8 +307,8 @@ class TieredCache:
     def is_read_cheaper(self, match: TierMatch) -> bool:
         """Whether to read a match's disk blocks instead of computing them."""
         assert self.disk is not None
-        blocks = len(match.disk_slots)
-        return self.gate.is_cheaper("disk", blocks, blocks * self.block_size, self.disk.pending_read_bytes)
+        tokens = len(match.disk_slots) * self.block_size + match.partial_tokens("disk")
+        return self.gate.is_cheaper("disk", match.num_disk_blocks, tokens, self.disk.pending_read_bytes)
 
     def is_fetch_cheaper(self, blocks: int, tokens: int) -> bool:
         return self.gate.is_cheaper("host", blocks, tokens)

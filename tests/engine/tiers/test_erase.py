@@ -182,7 +182,7 @@ def test_an_erasure_while_the_store_is_away_is_done_when_it_is_back(tmp_path: Pa
     first.die()
     own_store.start()
     second = TieredEngine(tmp_path, own_store.url, big("two")).loaded()
-    assert ask(second, OTHER, "other") == 28
+    assert ask(second, OTHER, "other") == 31
     assert ask(second, HANDBOOK, "handbook") == len(SYSTEM)
     second.settle()
     second.harness.engine.idle()

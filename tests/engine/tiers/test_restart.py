@@ -78,7 +78,7 @@ def test_a_disk_smaller_than_the_device_keeps_what_was_used_last_and_comes_to_re
         assert engine.disk.counters.bytes_written <= 5 * 8 * engine.slab.block_bytes
     options.incarnation = "two"
     with TieredEngine(tmp_path, store.url, options).loaded() as engine:
-        assert ask(engine, prompts[0]) == 28
+        assert ask(engine, prompts[0]) == 30
         assert ask(engine, prompts[1]) == 0
 
 
@@ -97,6 +97,24 @@ def test_a_pinned_document_is_on_disk_as_soon_as_it_was_computed(tmp_path: Path,
     first.settle()
     first.die()
     with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        assert ask(second, PROMPT) == 40
+
+
+def test_a_prompt_that_parts_inside_a_block_on_disk_shares_its_first_tokens(
+    tmp_path: Path, store: StoreProcess
+) -> None:
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.harness.engine.close()
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        other = [*PROMPT[:18], 70, 71, 72, 73]
+        name = second.harness.submit(other, 3)
+        second.harness.run()
+        account = second.harness.accounts[name]
+        assert (account.device, account.host, account.disk) == (0, 0, 18)
+        assert account.num_prompt_tokens == len(other)
+        assert second.harness.tokens_of(name) == expect(other, 3)
+        second.harness.check()
         assert ask(second, PROMPT) == 40
 
 
