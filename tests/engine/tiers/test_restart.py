@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 import pytest
 
+from engine.tiers.disk_slab import PAGE
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import SCOPE_A, SCOPE_B, VOCAB
 from tests.engine.tiers.store_process import StoreProcess
@@ -207,6 +209,27 @@ def test_damaged_records_are_dropped_with_all_that_hangs_below_them(tmp_path: Pa
         assert ask(second, PROMPT) == 20
         assert second.disk.counters.num_rejected == 5
         second.settle()
+
+
+def test_a_restored_block_that_cannot_be_used_is_an_error_and_a_miss(tmp_path: Path, store: StoreProcess) -> None:
+    """llama.cpp#26676: "restored", and then everything was computed again, without a word."""
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.harness.engine.close()
+    with open(first.slab.path, "r+b") as file:
+        file.seek(PAGE + 3 * PAGE + 5)  # small blocks take a page each
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        assert second.disk.counters.num_restored == 10
+        assert ask(second, PROMPT) == 12
+        assert (second.disk.counters.num_read_errors, second.disk.counters.num_damaged) == (1, 1)
+        second.harness.engine.persist()
+        second.settle()
+    with TieredEngine(tmp_path, store.url, big("three")).loaded() as third:
+        assert ask(third, PROMPT) == 40
+        assert third.disk.counters.num_read_errors == 0
 
 
 def test_another_fingerprint_on_the_same_store_finds_nothing(tmp_path: Path, store: StoreProcess) -> None:
