@@ -103,6 +103,7 @@ class Answering:
         submits: list[Submit] = []
         for prompt, limit in zip(prompts, limits, strict=True):
             check_min_tokens(body.min_tokens, limit)
+            leader = ""
             for choice in range(body.n):
                 submits.append(
                     Submit(
@@ -114,9 +115,11 @@ class Answering:
                         pin_top=prompt.pin_top,
                         policy=tenant.record.policy.for_engine(),
                         priority=tenant.record.policy.priority,
+                        sibling_of=leader,
                         use_cache=body.use_cache and not tenant.record.policy.no_store,
                     )
                 )
+                leader = leader or submits[-1].request_id
         attempt = Attempt(
             caller=call.caller,
             request_id=completion_id,

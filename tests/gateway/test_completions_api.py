@@ -74,6 +74,8 @@ def test_several_prompts_and_n_choices_are_counted_over_all_prompts(gateway: Run
     seeds = [submit.sampling.seed for submit in gateway.engine.submitted]
     assert (seeds[0], seeds[1]) == (seeds[2], seeds[3])
     assert seeds[0] != seeds[1]
+    ids = [submit.request_id for submit in gateway.engine.submitted]
+    assert [submit.sibling_of for submit in gateway.engine.submitted] == ["", ids[0], "", ids[2]]
 
 
 def test_the_headers_and_the_usage_log_say_the_sum_of_all_prompts(gateway: RunningGateway) -> None:
