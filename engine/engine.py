@@ -155,11 +155,22 @@ class LLMEngine:
             raise OverloadedError(f"{self.settings.max_waiting} requests are waiting already; try again later")
         request = Request(submit, self._info.block_size, self._arrivals, secrets.randbits(63))
         self._check(request)
+        request.leader = self._leader_of(request, submit)
         stream = OutputStream(request, self._output_rules)
         self._arrivals += 1
         self._requests[request.request_id] = request
         self._streams[request.request_id] = stream
         self.scheduler.add(request)
+
+    def _leader_of(self, request: Request, submit: Submit) -> Request | None:
+        """The request whose prompt this one shares; None when it has ended: then this one is like any other."""
+        leader = self._requests.get(submit.sibling_of) if submit.sibling_of else None
+        if leader is None:
+            return None
+        same = (leader.tenant_id, leader.submitted_segments) == (request.tenant_id, request.submitted_segments)
+        if not same or (leader.chooses_order, leader.pin_top) != (request.chooses_order, request.pin_top):
+            raise InvalidRequestError("a sibling must have the very same prompt", param="sibling_of")
+        return leader
 
     def _check(self, request: Request) -> None:
         """What the gateway has made sure of, once more: an engine must not depend on it to stay alive."""
@@ -302,7 +313,7 @@ class LLMEngine:
         request.append_output(token_id)
         counters = self._counters_of(request)
         counters.num_output_tokens += 1
-        if request.num_output_tokens == 1 and request.account is not None:
+        if request.num_output_tokens == 1 and request.account is not None and not request.shares_account:
             counters.num_prompt_tokens += request.num_prompt_tokens
             counters.num_cached_tokens += request.account.num_cached_tokens
         delta = self._streams[request.request_id].push(token_id)

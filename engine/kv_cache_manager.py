@@ -24,6 +24,12 @@ request; blocks on disk are read while it is parked, like a follower, and are th
 Where a prompt parts from another inside a block that lies only below, that block is fetched into one of the request's
 own, and computed over from there: exact to the token in every tier.
 
+Parallel samples of one prompt share its blocks by reference count, in the index or not; where they diverge, in the last
+block, each has a copy (`engine/request.py`: the first of them is the others' leader):
+
+    leader        [ p0 ][ p1 ][ p2 ■ ■ □ □ ]    p2 is being written: never shared
+    sibling       [ p0 ][ p1 ][ p2'■ □ □ □ ]    all but the last prompt token by copying; that one is computed (I6)
+
 What leaves the index is shown to the tiers first (`demote`). Fetch or compute is the gate's choice.
 """
 
@@ -135,7 +141,10 @@ class KVCacheManager:
 
     def arrange_documents(self, request: Request) -> None:
         """Put documents whose order is ours to choose where they find most; until the request is first admitted."""
-        if request.chooses_order and request.account is None and self.caching and request.indexable:
+        if request.leader is not None and request.shares_prompt:
+            if request.account is None and request.leader.document_order is not None:
+                request.arrange(request.leader.segments, request.leader.document_order)
+        elif request.chooses_order and request.account is None and self.caching and request.indexable:
             ordered = order_documents(
                 request.submitted_segments, self.index, self.popularity, request.tenant_id, request.pin_top
             )
@@ -190,12 +199,15 @@ class KVCacheManager:
         return request.cached_hint[1]
 
     def is_awaiting(self, request: Request, prefix: CachedPrefix | None) -> bool:
-        """Whether the next block this request lacks is being computed by another one, or read from the disk.
+        """Whether the next block this request lacks is being computed by another one, or read from the disk; for one of
+        several parallel samples, whether the prompt is still being computed by the first.
 
         Computing it twice would cost time and a block. The follower is asked again when the last block that both begin
         with is done, not after each chunk of the leader: a burst of a thousand is looked up twice each. A key is only a
         hint here: on a collision the follower waits a little for nothing.
         """
+        if request.awaits_leader:
+            return True
         if prefix is None:
             return False
         if self._start_reads(request, prefix):
@@ -233,6 +245,8 @@ class KVCacheManager:
         return True
 
     def is_still_awaiting(self, request: Request) -> bool:
+        if request.awaits_leader:
+            return True
         if request.awaited_key is not None and request.awaited_key not in self._computing:
             request.awaited_key = None
         if request.awaited_read is not None and not self._is_reading(request, request.awaited_read):
@@ -263,7 +277,8 @@ class KVCacheManager:
         shared = prefix.match.block_ids if prefix else array("i")
         # A hit on a cached block takes it out of what can be evicted.
         revived = self.pool.count_unreferenced(shared)
-        needed = self._blocks_for(request.num_tokens + 1) - len(shared) + revived + reserve
+        of_leader = len(self._blocks_of_leader(request, len(shared)))
+        needed = self._blocks_for(request.num_tokens + 1) - len(shared) - of_leader + revived + reserve
         available = self.pool.num_free + self.pool.num_cached
         request.lacked_room = None if needed <= available else (self.index.version, available)
         return needed <= available
@@ -291,19 +306,76 @@ class KVCacheManager:
             request.num_indexed_blocks = len(match.block_ids)
             request.num_computed_tokens = request.num_indexed_blocks * self.block_size
             self._write_through_hot(request.node)
-            self._fetch(request, prefix.below.host_slots, admission)
-        partial: PartialBlock | None = None
-        has_swapped = self._swap_in(request, admission)
+        shares = self._share_with_leader(request)
         if prefix is not None:
-            partial = self._fetch_partial(request, prefix, admission, wanted=not has_swapped)
-            if prefix.match.partial_block is not None and not admission.fetches:
-                copy = self._copy_on_write(request, prefix.match.partial_block, prefix.match.partial_tokens)
-                admission = Admission(copy)
+            self._fetch(request, prefix.below.host_slots, admission, wanted=not shares)
+        has_swapped = self._swap_in(request, admission)
+        partial = self._fetch_partial(request, prefix, admission, wanted=not has_swapped) if prefix is not None else None
+        if not admission.fetches:
+            admission = Admission(self._copy_last_block(request, prefix))
+        if prefix is not None and request.indexable:
             self._announce(request)
         if request.account is None:
-            request.account = self._account(request, prefix, partial)
-            self.popularity.note(request.segments)
+            self._set_account(request, prefix, partial)
         return admission
+
+    # ------------------------------------------------------------------ parallel samples
+
+    def num_ready_tokens(self, request: Request, prefix: CachedPrefix | None) -> int:
+        """Tokens that an admission finds computed, if there is room for a copy."""
+        first = len(prefix.match.block_ids) if prefix else 0
+        blocks = first + len(self._blocks_of_leader(request, first))
+        if self._may_copy_from_leader(request, blocks):
+            return request.num_prompt_tokens - 1
+        return max(prefix.num_tokens if prefix else 0, blocks * self.block_size)
+
+    def _blocks_of_leader(self, request: Request, first: int) -> array[int]:
+        """The leader's full blocks of their prompt from block `first` on, without the last token's (I6).
+
+        What the index holds is found there, or not shared: only a locked node keeps it from being evicted.
+        """
+        leader = request.leader
+        if leader is None or not _has_prompt(leader) or first < leader.num_indexed_blocks:
+            return array("i")
+        return leader.block_table[first : (request.num_prompt_tokens - 1) // self.block_size]
+
+    def _may_copy_from_leader(self, request: Request, num_blocks: int) -> bool:
+        """Whether the leader has the block that comes after these `num_blocks`, and it is the last of their prompt."""
+        is_last = num_blocks == (request.num_prompt_tokens - 1) // self.block_size
+        return is_last and request.leader is not None and _has_prompt(request.leader)
+
+    def _share_with_leader(self, request: Request) -> bool:
+        """Hold the leader's blocks after those that were found in the index; whether there are any."""
+        shared = self._blocks_of_leader(request, len(request.block_table))
+        if not shared:
+            return False
+        self.pool.acquire(shared)
+        request.block_table += shared
+        request.num_computed_tokens = len(request.block_table) * self.block_size
+        request.indexable = False  # what follows blocks that are not in the index is not either
+        return True
+
+    def _copy_last_block(self, request: Request, prefix: CachedPrefix | None) -> BlockCopy | None:
+        """The slots of a block that is shared in part: the leader's last of their prompt, or one of the index."""
+        block, slots = divmod(request.num_prompt_tokens - 1, self.block_size)
+        held = len(request.block_table)
+        match = prefix.match if prefix is not None and held == len(prefix.match.block_ids) else None
+        found = match.partial_tokens if match is not None else 0
+        if request.leader is not None and slots > found and self._may_copy_from_leader(request, held):
+            return self._copy_on_write(request, request.leader.block_table[block], slots)
+        if match is None or match.partial_block is None:
+            return None
+        return self._copy_on_write(request, match.partial_block, match.partial_tokens)
+
+    def _set_account(self, request: Request, prefix: CachedPrefix | None, partial: PartialBlock | None) -> None:
+        """Once a request; parallel samples have one prompt, and one account."""
+        if request.leader is not None and request.shares_prompt:
+            request.account, request.shares_account = request.leader.account, True
+            return
+        request.account = self._account(request, prefix, partial)
+        self.popularity.note(request.segments)
+
+    # ------------------------------------------------------------------ the tiers below
 
     def _pin_below(self, prefix: CachedPrefix) -> None:
         """What is going to be fetched stays where it is: writing through and making room may evict below."""
@@ -312,11 +384,11 @@ class KVCacheManager:
             if prefix.below.partial is not None and prefix.below.partial.tier == "host":
                 self.tiers.pin([prefix.below.partial.slot])
 
-    def _fetch(self, request: Request, host_slots: list[int], admission: Admission) -> None:
+    def _fetch(self, request: Request, host_slots: list[int], admission: Admission, *, wanted: bool) -> None:
         """Fresh blocks behind the shared ones, to be filled from host memory. The slots are pinned."""
         if not host_slots or self.tiers is None:
             return
-        if not self._make_room(len(host_slots), request):
+        if not (wanted and self._make_room(len(host_slots), request)):
             self.tiers.unpin(host_slots)
             return
         self.tiers.note_fetch(host_slots)
@@ -665,3 +737,8 @@ class KVCacheManager:
                 raise InvariantError(f"I3: request {request.request_id} has computed beyond its blocks")
         if any(request not in running for request in self._computing.values()):
             raise InvariantError("I10: a request that is gone is still said to compute a block")
+
+
+def _has_prompt(leader: Request) -> bool:
+    """Whether it holds the blocks of its prompt now, all of it computed."""
+    return leader.num_computed_tokens >= leader.num_prompt_tokens

@@ -147,6 +147,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     priority: int = 0  # lower goes first, strictly, over all tenants
     document_order: Literal["given", "cache"] = "given"  # cache: the engine orders them along the longest cached path
     pin_top: int = 0  # of the given order, so many first documents stay last, next to the question, when reordering
+    sibling_of: str = ""  # an earlier request with the same prompt: its KV is shared, and the prompt counted once
     use_cache: bool = True  # False: neither looks a prefix up nor leaves one behind
     counted: bool = True  # False: a health probe, left out of `EngineStats`' counts of requests and of their tokens
 

@@ -53,6 +53,7 @@ class Request:
         "document_order",
         "indexable",
         "lacked_room",
+        "leader",
         "node",
         "num_bypasses",
         "num_computed_tokens",
@@ -69,6 +70,7 @@ class Request:
         "sampling",
         "seed",
         "segments",
+        "shares_account",
         "state",
         "submitted_segments",
         "swapped",
@@ -98,6 +100,8 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.state = RequestState.WAITING
         self.account: PromptAccount | None = None  # set at first admission, never again
+        self.leader: Request | None = None  # the first of its parallel samples, whose prompt it shares
+        self.shares_account = False  # with its leader: its prompt is counted there
         self.num_resets = 0  # times a failed integrity check threw it back
 
         self.block_table: array[int] = array("i")
@@ -150,6 +154,16 @@ class Request:
         self.segments, self.document_order = segments, order
         self.tokens = ScopedTokens(self.tokens.block_size, self._spans(), self.documents())
         self.token_ids = unpack_tokens(bytes(self.tokens.packed))
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether its leader has come as far as its first token: prompt, order of documents and account are settled."""
+        return self.leader is not None and self.leader.num_output_tokens > 0
+
+    @property
+    def awaits_leader(self) -> bool:
+        """Whether the prompt that it shares is still being computed."""
+        return self.leader is not None and self.leader.state is not RequestState.FINISHED and not self.shares_prompt
 
     @property
     def num_tokens(self) -> int:

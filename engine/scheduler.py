@@ -14,7 +14,8 @@ one token, a fresh one lacks its prompt, a preempted one lacks prompt and output
        fits into the pool alone (the engine checks that on arrival), so it always finishes: no livelock.
 
 A request whose next block is being computed by another one, or read from the disk, is parked and comes back when that
-block is there: a burst of one prompt is computed once, and reading goes on beside the prefill of the others.
+block is there; so is a parallel sample whose whole prompt the first of them is computing. A burst of one prompt is
+computed once, and reading goes on beside the prefill of the others.
 
 Two alternatives rejected: prefill steps that exclude decoding (every prompt then stalls every stream), and chunks
 that fill the budget exactly (the same prompt would be cut elsewhere each time, and its KV differ in the last bits).
@@ -168,7 +169,7 @@ class Scheduler:
             return True
         if not self.manager.can_admit(request, prefix, reserve=len(self.running)):
             return False
-        if self._chunk(request, prefix.num_tokens if prefix else 0) > step.budget:
+        if self._chunk(request, self.manager.num_ready_tokens(request, prefix)) > step.budget:
             return False
         admission = self.manager.admit(request, prefix)
         count = self._chunk(request)

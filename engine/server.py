@@ -392,7 +392,8 @@ class EngineServer:
             return
         engine_id = client.engine_id(request_id)
         try:
-            self.engine.add_request(msgspec.structs.replace(submit, request_id=engine_id))
+            leader = client.engine_id(submit.sibling_of) if submit.sibling_of else ""
+            self.engine.add_request(msgspec.structs.replace(submit, request_id=engine_id, sibling_of=leader))
         except RadixgateError as error:
             self._send(client, _failure(request_id, error))
             return

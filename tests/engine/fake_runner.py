@@ -22,14 +22,14 @@ from engine.tiers.host_slab import HostSlab
 POISON: int | None = None  # what a slot holds that nobody may read
 
 
-def expected_output(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
-    """The greedy text, computed without any cache."""
+def expected_output(prompt: Sequence[int], count: int, vocab_size: int, seed: int | None = None) -> list[int]:
+    """The greedy text, or the one that a seed draws, computed without any cache."""
     state = 0
     for token in prompt:
         state = _advance(state, token)
     out: list[int] = []
     for _ in range(count):
-        out.append(state % vocab_size)
+        out.append((state if seed is None else _advance(state, seed)) % vocab_size)
         state = _advance(state, out[-1])
     return out
 
@@ -126,7 +126,10 @@ class FakeRunner:
             state = _advance(state, sequence.token_ids[position])
             self.slots[self._slot(sequence, position)] = state
         self.num_computed_tokens += sequence.num_new
-        return state % self.vocab_size if sequence.sample else None
+        if not sequence.sample:
+            return None
+        drawn = _advance(state, sequence.seed) if sequence.sampling.temperature > 0 else state
+        return drawn % self.vocab_size
 
     def _slot(self, sequence: ScheduledSequence, position: int) -> int:
         return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -109,6 +110,9 @@ class Harness:
         priority: int = 0,
         document: str | None = None,
         pinned: bool = False,
+        sibling_of: str = "",
+        seed: int | None = None,
+        document_order: Literal["given", "cache"] = "given",
     ) -> str:
         """The first `public` tokens are in the public scope (and the public's), the rest in `scope`.
 
@@ -124,7 +128,7 @@ class Harness:
             for part, who, kind in parts
             if part
         )
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0 if seed is None else 1.0, seed=seed)
         self.engine.add_request(
             Submit(
                 request_id=name,
@@ -134,6 +138,8 @@ class Harness:
                 policy=policy or TenantPolicy(),
                 priority=priority,
                 use_cache=use_cache,
+                sibling_of=sibling_of,
+                document_order=document_order,
                 counted=counted,
             )
         )

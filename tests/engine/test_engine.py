@@ -421,7 +421,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.harness = Harness(num_blocks=14, block_size=4, token_budget=24, chunk=8, max_num_seqs=4)
-        self.prompts: dict[str, tuple[list[int], int]] = {}
+        self.prompts: dict[str, tuple[list[int], int, int | None]] = {}
 
     @rule(
         head=st.sampled_from([0, 5, 8, 17]),
@@ -430,13 +430,25 @@ class EngineMachine(RuleBasedStateMachine):
         scope=st.sampled_from([SCOPE_A, SCOPE_B]),
         public=st.sampled_from([0, 6]),
         use_cache=st.booleans(),
+        siblings=st.sampled_from([0, 0, 1, 2]),
     )
-    def submit(self, head: int, tail: list[int], max_tokens: int, scope: bytes, public: int, use_cache: bool) -> None:
-        prompt = [*range(100, 100 + head), *tail]
-        name = self.harness.submit(
-            prompt, max_tokens, scope, public=min(public, len(prompt) - 1), use_cache=use_cache or tail[0] > 0
-        )
-        self.prompts[name] = (prompt, max_tokens)
+    def submit(
+        self, head: int, tail: list[int], max_tokens: int, scope: bytes, public: int, use_cache: bool, siblings: int
+    ) -> None:
+        prompt, leader = [*range(100, 100 + head), *tail], ""
+        for sibling in range(1 + siblings):
+            seed = sibling if siblings else None
+            name = self.harness.submit(
+                prompt,
+                max_tokens - sibling % max_tokens,
+                scope,
+                public=min(public, len(prompt) - 1),
+                use_cache=use_cache or tail[0] > 0,
+                sibling_of=leader,
+                seed=seed,
+            )
+            self.prompts[name] = (prompt, max_tokens - sibling % max_tokens, seed)
+            leader = leader or name
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
@@ -463,12 +475,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.harness.run()
-        for name, (prompt, max_tokens) in self.prompts.items():
+        for name, (prompt, max_tokens, seed) in self.prompts.items():
             if name in self.harness.failures:
                 assert self.harness.failures[name].code == "engine_step_failed"
                 continue
             count = min(max_tokens, 14 * 4 - len(prompt))
-            assert self.harness.tokens_of(name) == expect(prompt, count)
+            assert self.harness.tokens_of(name) == expected_output(prompt, count, VOCAB - 1, seed)
             account = self.harness.accounts[name]
             assert account.num_prompt_tokens == len(prompt)
             assert account.num_cached_tokens < len(prompt)
