@@ -70,7 +70,8 @@ class CudaCapturer:
                 work()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads (the watchdog of torch.distributed) may go on asking the device.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = work()
         return CapturedWork(graph.replay, output)
 

@@ -32,6 +32,7 @@ from engine.attention import PagedAttention, forward_packed
 from engine.batch import ScheduledSequence, SchedulerOutput, StepResult, TransferReport
 from engine.block_transfer import BlockTransfer, CpuBlockTransfer, CudaCopyStream, StreamBlockTransfer, host_tensor
 from engine.decode_graphs import CudaCapturer, DecodeGraphs, graph_sizes
+from engine.errors import ConfigError
 from engine.kv_cache import (
     DeviceMemory,
     allocate_kv_cache,
@@ -42,7 +43,8 @@ from engine.kv_cache import (
 from engine.load_progress import Progress
 from engine.model_loader import LoadedModel
 from engine.protocol import SamplingParams
-from engine.sampler import FetchedTokens, SampledTokens, Sampler
+from engine.ranks import RankGroup
+from engine.sampler import FetchedTokens, Sampler
 from engine.settings import EngineSettings
 from engine.step_inputs import StepInputs, pack_step, resolve_tokens
 from kernels.dispatch import AttentionKernels, select_kernels
@@ -79,6 +81,7 @@ class ModelRunner:
         kernels: AttentionKernels,
         sampler: Sampler,
         max_num_seqs: int,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.kv_cache = kv_cache
         self._model = loaded.model
@@ -87,6 +90,7 @@ class ModelRunner:
         self._eos_token_ids = loaded.eos_token_ids
         self._kernels = kernels
         self._sampler = sampler
+        self._ranks = ranks
         self._transfer: BlockTransfer | None = None
         self._graphs: DecodeGraphs | None = None
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=loaded.device)
@@ -96,6 +100,11 @@ class ModelRunner:
     def runs_ahead(self) -> bool:
         """Whether `launch` returns before the step is done."""
         return self._device.type == "cuda"
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Sequences of the decode steps that are replayed; empty: none is."""
+        return [] if self._graphs is None else self._graphs.sizes
 
     def attach_graphs(self, graphs: DecodeGraphs) -> None:
         self._graphs = graphs
@@ -130,6 +139,11 @@ class ModelRunner:
 
     def launch(self, output: SchedulerOutput) -> PendingStep:
         """Begin a step; it runs after those that were launched before."""
+        if self._ranks is None:
+            return self._launch(output)
+        return self._ranks.together(output, self._launch)
+
+    def _launch(self, output: SchedulerOutput) -> PendingStep:
         with torch.inference_mode():
             self._move_blocks(output)
             rows = [sequence for sequence in output.sequences if sequence.sample]
@@ -137,15 +151,21 @@ class ModelRunner:
             if output.sequences:
                 logits = self.forward_logits(output.sequences)
                 if rows:
-                    sampled = self._sampler.sample(logits, rows, self._eos_token_ids)
-                    self._keep_tokens(sampled, rows)
-                    fetched = FetchedTokens(sampled)
+                    fetched = self._sample(logits, rows)
         return PendingStep(output.sequences, fetched)
 
-    def _keep_tokens(self, sampled: SampledTokens, rows: Sequence[ScheduledSequence]) -> None:
-        """For the next step, which may be put together before these tokens are known on the host."""
-        self._last_tokens[: len(rows)].copy_(sampled.token_ids)
+    def _sample(self, logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> FetchedTokens | None:
+        """Draw the rows' tokens, and keep them for the next step, which may be put together before they are known on
+        the host. None on a rank that only hears of them."""
         self._last_rows = {row.request_id: index for index, row in enumerate(rows)}
+        if self._ranks is not None and self._ranks.rank:
+            self._ranks.share_tokens(self._last_tokens)
+            return None
+        sampled = self._sampler.sample(logits, rows, self._eos_token_ids)
+        self._last_tokens[: len(rows)].copy_(sampled.token_ids)
+        if self._ranks is not None:
+            self._ranks.share_tokens(self._last_tokens)
+        return FetchedTokens(sampled)
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         transfer = self._transfer if output.offloads or output.fetches else None
@@ -184,7 +204,9 @@ class ModelRunner:
         )
 
 
-def build_model_runner(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> ModelRunner:
+def build_model_runner(
+    loaded: LoadedModel, settings: EngineSettings, progress: Progress, ranks: RankGroup | None = None
+) -> ModelRunner:
     """Choose the kernels, size and allocate the KV cache, and put the runner together."""
     assert settings.block_size == loaded.block_size, "the model's fingerprint is for another block size"
     kernels = select_kernels(loaded.device)
@@ -193,8 +215,10 @@ def build_model_runner(loaded: LoadedModel, settings: EngineSettings, progress: 
         num_blocks = num_blocks_on_gpu(loaded.kv_layout, settings, memory)
     else:
         num_blocks = num_blocks_on_cpu(loaded.kv_layout, settings)
+    if ranks is not None:
+        num_blocks = ranks.smallest(num_blocks)
     kv_cache = allocate_kv_cache(loaded.kv_layout, num_blocks, loaded.device)
-    runner = ModelRunner(loaded, kv_cache, kernels, _sampler(loaded), settings.max_num_seqs)
+    runner = ModelRunner(loaded, kv_cache, kernels, _sampler(loaded), settings.max_num_seqs, ranks)
     if loaded.device.type == "cuda" and not settings.enforce_eager:
         max_model_len = fit_max_model_len(settings, loaded.max_model_len, num_blocks)
         _capture_graphs(runner, loaded, settings, max_model_len, progress)
@@ -245,7 +269,14 @@ def _profile_memory(
     kv_cache = allocate_kv_cache(layout, num_blocks, device)
     runner = ModelRunner(loaded, kv_cache, kernels, _sampler(loaded), settings.max_num_seqs)
     progress("running the largest batch", 0.0)
-    runner.execute(batch)
+    try:
+        runner.execute(batch)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of engine.max_num_batched_tokens = {settings.max_num_batched_tokens} tokens does not fit beside the "
+            f"model into the memory of {device}: make it smaller, or take a smaller model",
+            param="engine.max_num_batched_tokens",
+        ) from error
     peak = torch.cuda.max_memory_allocated(device) - num_blocks * layout.bytes_per_block
     torch.cuda.empty_cache()
     before, _ = torch.cuda.mem_get_info(device)
