@@ -199,6 +199,8 @@ class LLMEngine:
         sampling, policy = request.sampling, request.policy or TenantPolicy()
         if sampling.max_tokens < 1:
             raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
+        if any(not 0 <= token_id < self._info.vocab_size for token_id in sampling.logit_bias):
+            raise InvalidRequestError("a token id is outside the model's vocabulary", param="logit_bias")
         if not all(sampling.stop):
             raise InvalidRequestError("an empty stop string would end every text", param="stop")
         if not (math.isfinite(policy.weight) and policy.weight > 0):

@@ -41,6 +41,7 @@ from engine.kv_cache import (
     num_blocks_on_gpu,
 )
 from engine.load_progress import Progress
+from engine.logits_processors import is_penalised
 from engine.model_loader import LoadedModel
 from engine.protocol import SamplingParams
 from engine.ranks import RankGroup
@@ -157,15 +158,23 @@ class ModelRunner:
     def _sample(self, logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> FetchedTokens | None:
         """Draw the rows' tokens, and keep them for the next step, which may be put together before they are known on
         the host. None on a rank that only hears of them."""
+        newest = self._newest_tokens(rows)
         self._last_rows = {row.request_id: index for index, row in enumerate(rows)}
         if self._ranks is not None and self._ranks.rank:
             self._ranks.share_tokens(self._last_tokens)
             return None
-        sampled = self._sampler.sample(logits, rows, self._eos_token_ids)
+        sampled = self._sampler.sample(logits, rows, self._eos_token_ids, newest)
         self._last_tokens[: len(rows)].copy_(sampled.token_ids)
         if self._ranks is not None:
             self._ranks.share_tokens(self._last_tokens)
         return FetchedTokens(sampled)
+
+    def _newest_tokens(self, rows: Sequence[ScheduledSequence]) -> torch.Tensor | None:
+        """What the step before drew for each row, int64 [B], if penalties ask for it; of use with `takes_last` only."""
+        if not any(row.takes_last and is_penalised(row.sampling) for row in rows):
+            return None
+        sources = [self._last_rows[row.request_id] if row.takes_last else 0 for row in rows]
+        return self._last_tokens[upload(torch.tensor(sources), self._device)]
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         transfer = self._transfer if output.offloads or output.fetches else None
@@ -273,8 +282,8 @@ def _profile_memory(
         runner.execute(batch)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"a step of engine.max_num_batched_tokens = {settings.max_num_batched_tokens} tokens does not fit beside the "
-            f"model into the memory of {device}: make it smaller, or take a smaller model",
+            f"a step of engine.max_num_batched_tokens = {settings.max_num_batched_tokens} tokens does not fit beside "
+            f"the model into the memory of {device}: make it smaller, or take a smaller model",
             param="engine.max_num_batched_tokens",
         ) from error
     peak = torch.cuda.max_memory_allocated(device) - num_blocks * layout.bytes_per_block
@@ -293,10 +302,12 @@ def _profile_memory(
 
 
 def _largest_batch(settings: EngineSettings) -> SchedulerOutput:
-    """As many sequences and tokens as one step may have, every sequence sampled with all filters on."""
+    """As many sequences and tokens as one step may have, every sequence sampled with all filters and penalties on."""
     num_seqs = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     length, remainder = divmod(settings.max_num_batched_tokens, num_seqs)
-    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01)
+    sampling = SamplingParams(
+        max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1, repetition_penalty=1.1
+    )
     sequences: list[ScheduledSequence] = []
     next_block = 0
     for index in range(num_seqs):

@@ -1,8 +1,9 @@
 """Draws the next token of every sequence of a step, all rows at once.
 
-    logits [B, V] ──► eos masked until min_tokens ──► max ──┬─► temperature 0: the highest logit, lowest id on a tie
-                                                            └─► weights ──┬─► no filter: inverse CDF in id order
-                                                                          └─► ranked ──► kept ──► inverse CDF
+    logits [B, V] ──► bias, penalties (logits_processors.py) ──► eos masked until min_tokens
+                  ──► max ──┬─► temperature 0: the highest logit, lowest id on a tie
+                            └─► weights ──┬─► no filter: inverse CDF in id order
+                                          └─► ranked ──► kept ──► inverse CDF
 
     ranked   w0 ≥ w1 ≥ w2 ≥ ………………………… ≥ wV     temperature is already in the weights
     top-k    [0, k)                             always a prefix of the ranking,
@@ -44,6 +45,7 @@ import xxhash
 from torch import Tensor
 
 from engine.batch import ScheduledSequence
+from engine.logits_processors import process_logits
 from engine.protocol import SamplingParams
 from kernels.upload import upload
 
@@ -124,10 +126,16 @@ class Sampler:
         self._window = window
         self._may_wait = may_wait
 
-    def sample(self, logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Sequence[int]) -> SampledTokens:
-        """One token a row of `logits` [B, V], which are left as they are."""
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[ScheduledSequence],
+        eos_token_ids: Sequence[int],
+        newest: Tensor | None = None,
+    ) -> SampledTokens:
+        """One token a row of `logits` [B, V], which are left as they are. `newest` as in `process_logits`."""
         assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} sequences"
-        logits = _mask_eos(logits, rows, eos_token_ids)
+        logits = _mask_eos(process_logits(logits, rows, newest), rows, eos_token_ids)
         highest, token_ids = logits.max(dim=-1)  # [B], [B]; the first of equal logits
         # max() carries a NaN on, and is −inf only when the whole row is: the maxima stand for all of the logits.
         is_finite = torch.isfinite(highest)
