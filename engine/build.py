@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 def build_engine(settings: Settings, progress: Progress) -> LLMEngine:
     """Load the model, size the KV cache, wire the engine. Raises `ModelLoadError` or `ConfigError`, which say why."""
-    configure_threads(settings.engine.threads)
     size = settings.engine.tensor_parallel_size
+    configure_threads(settings.engine.threads, size)
     device = rank_device(settings.engine, 0)
     ranks = start_ranks(size, device, settings_environ(settings))[0] if size > 1 else None
     return assemble_engine(load_share(settings, device, progress, ranks), settings, progress, ranks)

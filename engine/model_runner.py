@@ -256,9 +256,9 @@ def _capture_graphs(
     runner.attach_graphs(graphs)
 
 
-def configure_threads(threads: int) -> int:
-    """Set torch's threads for this process; 0 takes the cores that the process may use. Returns the number set."""
-    count = threads or len(os.sched_getaffinity(0))
+def configure_threads(threads: int, processes: int = 1) -> int:
+    """Set torch's threads for this process; 0 takes its part of the cores that it may use. Returns the number set."""
+    count = threads or max(1, len(os.sched_getaffinity(0)) // processes)
     torch.set_num_threads(count)
     return count
 

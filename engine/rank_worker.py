@@ -27,10 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--port", type=int, required=True, help="of rank 0's store")
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the whole group: rank 0 says when it is over
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group: rank 0 says when it is over
+        signal.signal(number, signal.SIG_IGN)
     settings = load_settings(None, os.environ)
     logging.basicConfig(level=settings.server.log_level.upper())
-    configure_threads(settings.engine.threads)
+    configure_threads(settings.engine.threads, settings.engine.tensor_parallel_size)
     device = rank_device(settings.engine, arguments.rank)
     group = join_ranks(arguments.rank, settings.engine.tensor_parallel_size, arguments.port, device)
     loaded = load_share(settings, device, no_progress, group)
