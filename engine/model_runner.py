@@ -23,7 +23,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -43,11 +42,11 @@ from engine.kv_cache import (
 from engine.load_progress import Progress
 from engine.logits_processors import is_penalised
 from engine.model_loader import LoadedModel
-from engine.protocol import SamplingParams
 from engine.ranks import RankGroup
 from engine.sampler import FetchedTokens, Sampler
 from engine.settings import EngineSettings
 from engine.step_inputs import StepInputs, pack_step, resolve_tokens
+from engine.trial_steps import largest_step, num_blocks_of, warm_up_steps
 from kernels.dispatch import AttentionKernels, select_kernels
 from kernels.upload import upload
 
@@ -228,10 +227,20 @@ def build_model_runner(
         num_blocks = ranks.smallest(num_blocks)
     kv_cache = allocate_kv_cache(loaded.kv_layout, num_blocks, loaded.device)
     runner = ModelRunner(loaded, kv_cache, kernels, _sampler(loaded), settings.max_num_seqs, ranks)
-    if loaded.device.type == "cuda" and not settings.enforce_eager:
-        max_model_len = fit_max_model_len(settings, loaded.max_model_len, num_blocks)
-        _capture_graphs(runner, loaded, settings, max_model_len, progress)
+    if loaded.device.type == "cuda":
+        _prepare(runner, loaded, settings, progress)
     return runner
+
+
+def _prepare(runner: ModelRunner, loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> None:
+    """Graphs captured and kernels compiled, so that no request waits for either."""
+    max_model_len = fit_max_model_len(settings, loaded.max_model_len, runner.num_blocks)
+    if not settings.enforce_eager:
+        _capture_graphs(runner, loaded, settings, max_model_len, progress)
+    progress("compiling kernels", 0.0)
+    for step in warm_up_steps(settings, runner.num_blocks, max_model_len):
+        runner.forward_logits(step.sequences)
+    progress("compiling kernels", 1.0)
 
 
 def _sampler(loaded: LoadedModel) -> Sampler:
@@ -272,14 +281,14 @@ def _profile_memory(
     they have to be captured over the cache that they will read.
     """
     device, layout = loaded.device, loaded.kv_layout
-    batch = _largest_batch(settings)
-    num_blocks = 1 + max(block for sequence in batch.sequences for block in sequence.block_table)
+    step = largest_step(settings)
+    num_blocks = num_blocks_of(step)
     torch.cuda.reset_peak_memory_stats(device)
     kv_cache = allocate_kv_cache(layout, num_blocks, device)
     runner = ModelRunner(loaded, kv_cache, kernels, _sampler(loaded), settings.max_num_seqs)
     progress("running the largest batch", 0.0)
     try:
-        runner.execute(batch)
+        runner.execute(step)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of engine.max_num_batched_tokens = {settings.max_num_batched_tokens} tokens does not fit beside "
@@ -299,32 +308,3 @@ def _profile_memory(
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     return DeviceMemory(total, total - free - torch.cuda.memory_reserved(device), peak, graphs)
-
-
-def _largest_batch(settings: EngineSettings) -> SchedulerOutput:
-    """As many sequences and tokens as one step may have, every sequence sampled with all filters and penalties on."""
-    num_seqs = min(settings.max_num_seqs, settings.max_num_batched_tokens)
-    length, remainder = divmod(settings.max_num_batched_tokens, num_seqs)
-    sampling = SamplingParams(
-        max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1, repetition_penalty=1.1
-    )
-    sequences: list[ScheduledSequence] = []
-    next_block = 0
-    for index in range(num_seqs):
-        num_new = length + (index < remainder)
-        end_block = next_block + -(-num_new // settings.block_size)
-        sequences.append(
-            ScheduledSequence(
-                request_id=f"profile-{index}",
-                token_ids=[0] * num_new,
-                num_computed=0,
-                num_new=num_new,
-                block_table=array("i", range(next_block, end_block)),
-                sampling=sampling,
-                seed=index,
-                num_prompt_tokens=num_new,
-                sample=True,
-            )
-        )
-        next_block = end_block
-    return SchedulerOutput(sequences)
