@@ -310,7 +310,9 @@ class KVCacheManager:
         if prefix is not None:
             self._fetch(request, prefix.below.host_slots, admission, wanted=not shares)
         has_swapped = self._swap_in(request, admission)
-        partial = self._fetch_partial(request, prefix, admission, wanted=not has_swapped) if prefix is not None else None
+        partial = None
+        if prefix is not None:
+            partial = self._fetch_partial(request, prefix, admission, wanted=not has_swapped)
         if not admission.fetches:
             admission = Admission(self._copy_last_block(request, prefix))
         if prefix is not None and request.indexable:
@@ -550,14 +552,15 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------ after the step
 
-    def cache_blocks(self, request: Request) -> None:
-        """Make the full blocks that have been computed findable.
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Make the full blocks of the first `num_tokens`, whose KV is known to be in place, findable.
 
         table before   [ A ][ x ][ y ][ z ]      x: computed here, but the index got the same block first
         index          [ A ][ B ]
         table after    [ A ][ B ][ y ][ z ]      x is free again; y (if full) is in the index now (I2)
         """
-        first, last = request.num_indexed_blocks, request.num_computed_tokens // self.block_size
+        request.num_done_tokens = num_tokens
+        first, last = request.num_indexed_blocks, num_tokens // self.block_size
         if first >= last or not (self.caching and request.indexable):
             return
         assert request.node is not None
@@ -631,7 +634,7 @@ class KVCacheManager:
         self.pool.release(request.block_table)
         self.pool.evict(self.index.reap())
         request.block_table = array("i")
-        request.num_computed_tokens = request.num_indexed_blocks = 0
+        request.num_computed_tokens = request.num_done_tokens = request.num_indexed_blocks = 0
 
     def _swap_out(self, request: Request) -> SwappedBlocks | None:
         first, num_tokens = request.num_indexed_blocks, request.num_computed_tokens
@@ -740,5 +743,5 @@ class KVCacheManager:
 
 
 def _has_prompt(leader: Request) -> bool:
-    """Whether it holds the blocks of its prompt now, all of it computed."""
-    return leader.num_computed_tokens >= leader.num_prompt_tokens
+    """Whether it holds the blocks of its prompt now, all of it known to be computed."""
+    return leader.num_done_tokens >= leader.num_prompt_tokens

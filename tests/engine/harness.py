@@ -62,6 +62,8 @@ def engine_info(num_blocks: int, block_size: int, max_model_len: int) -> EngineI
 class Harness:
     """Submits token lists, steps, collects what each request got. Poisons every free block after every step."""
 
+    runs_ahead = False  # the device: see `FakeRunner`; tests run over both
+
     def __init__(
         self,
         num_blocks: int = 64,
@@ -71,7 +73,10 @@ class Harness:
         chunk: int = 16,
         caching: bool = True,
         tiers: TieredCache | None = None,
+        runs_ahead: bool | None = None,
     ) -> None:
+        if runs_ahead is not None:
+            self.runs_ahead = runs_ahead
         settings = EngineSettings(
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -79,7 +84,8 @@ class Harness:
             prefill_chunk_size=chunk,
             enable_prefix_caching=caching,
         )
-        self.runner = FakeRunner(num_blocks, block_size, VOCAB - 1)  # never draws EOS
+        # It never draws EOS.
+        self.runner = FakeRunner(num_blocks, block_size, VOCAB - 1, runs_ahead=self.runs_ahead)
         self.engine = LLMEngine(engine_info(num_blocks, block_size, num_blocks * block_size), settings, self.runner)
         if tiers is not None:
             self.runner.host = tiers.host_slab
