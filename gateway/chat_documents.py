@@ -17,6 +17,7 @@ from typing import Literal
 
 from engine.errors import InvalidRequestError, RadixgateError, UnsupportedParameterError
 from engine.protocol import Segment
+from gateway.answering import may_cache
 from gateway.chat_request import ChatRequest
 from gateway.engine_port import Engine
 from gateway.openai_types import (
@@ -166,10 +167,10 @@ class ChatRetriever:
         if not query.strip():
             raise InvalidRequestError("The last user message, which is searched for, is empty.", param="messages")
         if wanted.rewrite_query:
-            use_cache = may_cache(request, tenant)
+            use_cache = may_cache(request.body, tenant)
             query = await rewrite_query(self._engine, model, tenant, scopes, messages, query, use_cache=use_cache)
         system = [message for message in messages if message.role == "system"]
-        if may_cache(request, tenant):
+        if may_cache(request.body, tenant):
             service.prefill.saw_prompt(tenant.id, system, scopes)
         found = await self._search(service, names, wanted, query, request, tenant, scopes, model)
         await service.popularity.load(tenant.id)
@@ -214,7 +215,7 @@ class ChatRetriever:
                     rerank=wanted.ranking_options.ranker == "rerank",
                     score_threshold=wanted.ranking_options.score_threshold,
                 ),
-                on_candidate=prefill_best if may_cache(request, tenant) else _no_guess,
+                on_candidate=prefill_best if may_cache(request.body, tenant) else _no_guess,
             )
         finally:
             for task in speculation:
@@ -257,11 +258,6 @@ class ChatRetriever:
         """Documents of an earlier turn; those that were deleted since are gone from the prompt too."""
         found = [service.indexes.passage(names, each) for each in ids]
         return tuple(_as_document(Found(each, 0.0, {}), model) for each in found if each is not None)
-
-
-def may_cache(request: ChatRequest, tenant: Tenant) -> bool:
-    """Whether anything of this request may be looked up in the cache, or left there."""
-    return request.body.use_cache and not tenant.record.policy.no_store
 
 
 def without_earlier_turns(documents: ChatDocuments) -> ChatDocuments | None:
