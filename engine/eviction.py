@@ -17,7 +17,8 @@ just loses its ticket, and its entries are dropped when they come up.
 Priorities:  lru    the moment it was last let go
              gdsf   clock + uses · cost: greedy-dual-size-frequency. All blocks have one size; cost is the share of a
                     block in recomputing, which grows with its depth, because attention does. The clock is the priority
-                    that was evicted last, so that what was popular once grows old.
+                    that was evicted last, so that what was popular once grows old. Uses are remembered for a while
+                    after a block has gone (the index's ghosts): what comes again and again is not new each time.
 
 Rejected: one list in order of use (O(1), but it knows neither quotas nor frequencies), and a scan for the oldest leaf.
 """
@@ -88,13 +89,29 @@ class Eviction(NamedTuple):
     pressed_by: str
 
 
+class EvictionLedger(Counter[Eviction]):
+    """Blocks that went from one tier, by whose they were and by whose pressure. Bounded in its lines."""
+
+    def note(self, owner: str, pressed_by: str, blocks: int) -> None:
+        line = Eviction(owner, pressed_by)
+        if line not in self and len(self) >= _MAX_LEDGER:
+            line = Eviction("other", "other")
+        self[line] += blocks
+
+    def lines(self, tier: str) -> tuple[EvictionLine, ...]:
+        return tuple(
+            EvictionLine(owner=line.owner, pressed_by=line.pressed_by, num_blocks=blocks, tier=tier)
+            for line, blocks in self.items()
+        )
+
+
 class EvictionOrder:
     """The evictable leaves, their owners, and the ledger of what went."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy: Policy = policy
         self.owners: dict[str, Owner] = {}
-        self.ledger: Counter[Eviction] = Counter()  # blocks
+        self.ledger = EvictionLedger()
         self._heap: list[_Entry] = []
         self._num_leaves = 0
         self._tickets = 0
@@ -131,12 +148,16 @@ class EvictionOrder:
 
     # ------------------------------------------------------------------ candidates
 
-    def use_priority(self, hits: int, depth: int) -> float:
+    @property
+    def counts_uses(self) -> bool:
+        return self.policy == "gdsf"
+
+    def use_priority(self, uses: int, depth: int) -> float:
         """The priority of a node that is let go now; called from a leaf upwards, so a parent's is higher."""
         self._uses += 1
         if self.policy == "lru":
             return float(self._uses)
-        return self._clock + (1 + hits) * (1.0 + depth / _DEPTH_OF_DOUBLE_COST)
+        return self._clock + uses * (1.0 + depth / _DEPTH_OF_DOUBLE_COST)
 
     def add(self, leaf: Leaf) -> None:
         """Has become evictable; its `priority` is set."""
@@ -222,18 +243,9 @@ class EvictionOrder:
             for owner in self.owners.values()
         )
 
-    def ledger_lines(self) -> tuple[EvictionLine, ...]:
-        return tuple(
-            EvictionLine(owner=line.owner, pressed_by=line.pressed_by, num_blocks=blocks)
-            for line, blocks in self.ledger.items()
-        )
-
     def gone(self, leaf: Leaf, blocks: int, pressed_by: str) -> None:
         """So many blocks of a victim have gone."""
-        line = Eviction(leaf.owner.name, pressed_by)
-        if line not in self.ledger and len(self.ledger) >= _MAX_LEDGER:
-            line = Eviction("other", "other")
-        self.ledger[line] += blocks
+        self.ledger.note(leaf.owner.name, pressed_by, blocks)
         self._clock = max(self._clock, leaf.priority) if self.policy == "gdsf" else self._clock
         self.count(leaf.owner, -blocks)
 

@@ -2,7 +2,7 @@
 
 gateway ──► retrieval
    └──────► engine.{protocol, client, errors, settings, logging_setup} ◄── engine
-                                    engine ──► kernels.{dispatch, metadata} ──► torch, triton
+                                    engine ──► kernels.{dispatch, metadata, upload} ──► torch, triton
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEAVY = frozenset({"torch", "transformers", "triton"})
 # What a package may import of the others; a name covers the modules below it.
 ALLOWED = {
     "kernels": ("kernels",),
-    "engine": ("engine", "kernels.dispatch", "kernels.metadata"),
+    "engine": ("engine", "kernels.dispatch", "kernels.metadata", "kernels.upload"),
     "gateway": (
         "gateway",
         "retrieval",

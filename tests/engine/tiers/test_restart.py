@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 import pytest
 
+from engine.protocol import PromptAccount, SamplingParams, Segment, SegmentKind, Submit
+from engine.tiers.disk_slab import PAGE
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import SCOPE_A, SCOPE_B, VOCAB
 from tests.engine.tiers.store_process import StoreProcess
@@ -64,6 +67,24 @@ def test_what_was_asked_only_once_is_written_when_the_engine_rests(tmp_path: Pat
         assert ask(second, PROMPT) == 40
 
 
+def test_a_disk_smaller_than_the_device_keeps_what_was_used_last_and_comes_to_rest(
+    tmp_path: Path, store: StoreProcess
+) -> None:
+    """A resting engine wrote for ever: each path that was put on disk pushed another one out."""
+    options = TieredOptions(num_blocks=64, host_slots=16, disk_slots=16)
+    with TieredEngine(tmp_path, store.url, options).loaded() as engine:
+        prompts = [[n, *range(100, 130)] for n in range(5)]
+        for prompt in [*prompts, prompts[0]]:
+            ask(engine, prompt)
+        engine.harness.engine.persist()
+        engine.settle()
+        assert engine.disk.counters.bytes_written <= 5 * 8 * engine.slab.block_bytes
+    options.incarnation = "two"
+    with TieredEngine(tmp_path, store.url, options).loaded() as engine:
+        assert ask(engine, prompts[0]) == 30
+        assert ask(engine, prompts[1]) == 0
+
+
 def test_a_clean_stop_writes_everything(tmp_path: Path, store: StoreProcess) -> None:
     first = TieredEngine(tmp_path, store.url, big()).loaded()
     ask(first, PROMPT)
@@ -72,13 +93,36 @@ def test_a_clean_stop_writes_everything(tmp_path: Path, store: StoreProcess) -> 
         assert ask(second, PROMPT) == 40
 
 
-def test_a_pinned_document_is_on_disk_as_soon_as_it_was_computed(tmp_path: Path, store: StoreProcess) -> None:
+@pytest.mark.parametrize("is_cached_before", [False, True])
+def test_a_pinned_document_is_on_disk_as_soon_as_it_was_computed(
+    tmp_path: Path, store: StoreProcess, is_cached_before: bool
+) -> None:
     first = TieredEngine(tmp_path, store.url, big()).loaded()
+    if is_cached_before:
+        ask(first, PROMPT)
     first.harness.submit(PROMPT, 1, document="handbook", pinned=True)
     first.harness.run()
     first.settle()
     first.die()
     with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        assert ask(second, PROMPT) == 40
+
+
+def test_a_prompt_that_parts_inside_a_block_on_disk_shares_its_first_tokens(
+    tmp_path: Path, store: StoreProcess
+) -> None:
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.harness.engine.close()
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        other = [*PROMPT[:18], 70, 71, 72, 73]
+        name = second.harness.submit(other, 3)
+        second.harness.run()
+        account = second.harness.accounts[name]
+        assert (account.device, account.host, account.disk) == (0, 0, 18)
+        assert account.num_prompt_tokens == len(other)
+        assert second.harness.tokens_of(name) == expect(other, 3)
+        second.harness.check()
         assert ask(second, PROMPT) == 40
 
 
@@ -98,8 +142,9 @@ def test_what_was_used_last_is_in_host_memory_before_it_is_asked_for(tmp_path: P
     first.harness.engine.close()
     options = big("two")
     options.preload = True
-    with TieredEngine(tmp_path, store.url, options).loaded() as second:
-        second.settle()
+    with TieredEngine(tmp_path, store.url, options) as second:
+        assert second.harness.engine.is_restoring
+        second.wait_until(lambda: not second.harness.engine.is_restoring)
         name = second.harness.submit(PROMPT, 3)
         second.harness.run()
         assert (second.harness.accounts[name].host, second.harness.accounts[name].disk) == (40, 0)
@@ -172,6 +217,27 @@ def test_damaged_records_are_dropped_with_all_that_hangs_below_them(tmp_path: Pa
         second.settle()
 
 
+def test_a_restored_block_that_cannot_be_used_is_an_error_and_a_miss(tmp_path: Path, store: StoreProcess) -> None:
+    """llama.cpp#26676: "restored", and then everything was computed again, without a word."""
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.harness.engine.close()
+    with open(first.slab.path, "r+b") as file:
+        file.seek(PAGE + 3 * PAGE + 5)  # small blocks take a page each
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        assert second.disk.counters.num_restored == 10
+        assert ask(second, PROMPT) == 12
+        assert (second.disk.counters.num_read_errors, second.disk.counters.num_damaged) == (1, 1)
+        second.harness.engine.persist()
+        second.settle()
+    with TieredEngine(tmp_path, store.url, big("three")).loaded() as third:
+        assert ask(third, PROMPT) == 40
+        assert third.disk.counters.num_read_errors == 0
+
+
 def test_another_fingerprint_on_the_same_store_finds_nothing(tmp_path: Path, store: StoreProcess) -> None:
     """sglang#24758, lmdeploy#4930, vllm#30931: KV of another model, dtype or adapter was read under the same name."""
     first = TieredEngine(tmp_path, store.url, big()).loaded()
@@ -207,6 +273,34 @@ def test_an_engine_that_was_replaced_no_longer_writes_the_index(tmp_path: Path, 
     with store.client() as client:
         assert not [key for key in client.scan_iter() if b":g:" in key]
     engine.die()
+
+
+def ask_documents(engine: TieredEngine, numbers: list[int], name: str) -> PromptAccount:
+    """Five-block documents behind a system prompt, in an order that the engine chooses."""
+    texts = [Segment.of(SegmentKind.DOCUMENT, range(20 * n, 20 * n + 20), SCOPE_A, f"d{n}") for n in numbers]
+    head = Segment.of(SegmentKind.SYSTEM, [7] * 8, SCOPE_A)
+    segments = (head, *texts, Segment.of(SegmentKind.QUESTION, [200, 201], SCOPE_A))
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    engine.harness.engine.add_request(
+        Submit(request_id=name, tenant_id="t", segments=segments, sampling=sampling, document_order="cache")
+    )
+    engine.harness.run()
+    return engine.harness.accounts[name]
+
+
+def test_after_a_restart_documents_stand_as_they_stood_before(tmp_path: Path, store: StoreProcess) -> None:
+    """Who is popular is forgotten, and the device is empty: the order is the one that lies on the disk."""
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    for number in range(3):
+        ask_documents(first, [3], f"popular {number}")
+    ask_documents(first, [1, 2, 3], "all")
+    assert first.harness.orders["all"] == (2, 0, 1)
+    first.harness.engine.close()
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        account = ask_documents(second, [2, 1, 3], "again")
+        assert second.harness.orders["again"] == (2, 1, 0)
+        assert account.disk == 8 + 3 * 20
+        second.harness.check()
 
 
 def test_random_traffic_over_many_lives_is_always_right(tmp_path: Path, store: StoreProcess) -> None:
