@@ -8,6 +8,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 # oneDNN compiles a kernel for every number of rows that it meets and keeps 1,024 of them, torch's layer above it as
-# many again: with prompts of all lengths the process grew by 700 MB. 256 are 50 numbers of rows of a model's layers.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
-os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
+# many again: with prompts of all lengths the process grew by 700 MB. 128 are 25 numbers of rows of a model's layers.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
