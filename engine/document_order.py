@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from engine.prefix_index import PrefixIndex, PrefixMatch
 from engine.protocol import Segment, SegmentKind
@@ -67,21 +68,22 @@ def order_documents(
 ) -> OrderedDocuments:
     """Put the documents into the order that finds most in the cache. Changes nothing.
 
-    The first `pin_top` documents of the given order stay last, the best next to the question. Documents whose
-    scopes differ are left in the given order: scopes may only narrow along a prompt.
+    The last `pin_top` documents of the given order stay where they are. So does each run of documents of one scope,
+    ordered in itself: scopes may only narrow along a prompt.
     """
     places = [i for i, segment in enumerate(segments) if segment.kind is SegmentKind.DOCUMENT]
     documents = [segments[i] for i in places]
     contiguous = bool(places) and places == list(range(places[0], places[-1] + 1))
-    if not contiguous or len({(document.scope, document.owner) for document in documents}) > 1:
+    if not contiguous:
         return OrderedDocuments(tuple(segments), tuple(range(len(documents))))
-    pinned = list(range(min(pin_top, len(documents))))
-    free = list(range(len(pinned), len(documents)))
-    head = segments[: places[0]]
-    chosen = _Search(index, documents, tenant_id, popularity).best(head, free)
-    order = (*chosen, *reversed(pinned))
-    arranged = (*head, *(documents[i] for i in order), *segments[places[-1] + 1 :])
-    return OrderedDocuments(arranged, order)
+    num_free = max(0, len(documents) - pin_top)
+    arranged, order = [*segments[: places[0]]], list[int]()
+    for _, run in groupby(range(num_free), key=lambda i: (documents[i].scope, documents[i].owner)):
+        chosen = _Search(index, documents, tenant_id, popularity).best(arranged, list(run))
+        arranged += [documents[i] for i in chosen]
+        order += chosen
+    arranged += segments[places[0] + num_free :]
+    return OrderedDocuments(tuple(arranged), (*order, *range(num_free, len(documents))))
 
 
 class _Search:

@@ -21,7 +21,6 @@ of blocks that come back. A step without sequences is right when requests wait f
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -31,7 +30,6 @@ from typing import Protocol
 from engine.batch import ScheduledSequence, SchedulerOutput, TransferReport
 from engine.erasure import Selection
 from engine.errors import (
-    ContextLengthExceededError,
     EngineStepError,
     InvalidRequestError,
     InvariantError,
@@ -55,9 +53,9 @@ from engine.protocol import (
     Failure,
     GetDocumentStats,
     Submit,
-    TenantPolicy,
 )
 from engine.request import Request
+from engine.request_checks import check_request
 from engine.sampler import NonFiniteLogitsError
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.settings import EngineSettings
@@ -155,33 +153,12 @@ class LLMEngine:
         if self.scheduler.num_waiting >= self.settings.max_waiting:
             raise OverloadedError(f"{self.settings.max_waiting} requests are waiting already; try again later")
         request = Request(submit, self._info.block_size, self._arrivals, secrets.randbits(63))
-        self._check(request)
+        check_request(request, self._info)
         stream = OutputStream(request, self._output_rules)
         self._arrivals += 1
         self._requests[request.request_id] = request
         self._streams[request.request_id] = stream
         self.scheduler.add(request)
-
-    def _check(self, request: Request) -> None:
-        """What the gateway has made sure of, once more: an engine must not depend on it to stay alive."""
-        limit = self._info.max_model_len
-        if request.num_prompt_tokens >= limit:
-            raise ContextLengthExceededError(
-                f"the prompt has {request.num_prompt_tokens} tokens; the model's context holds {limit}, "
-                "one of them for the answer",
-                param="messages",
-            )
-        if min(request.token_ids) < 0 or max(request.token_ids) >= self._info.vocab_size:
-            raise InvalidRequestError("a token id is outside the model's vocabulary", param="segments")
-        sampling, policy = request.sampling, request.policy or TenantPolicy()
-        if sampling.max_tokens < 1:
-            raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
-        if not all(sampling.stop):
-            raise InvalidRequestError("an empty stop string would end every text", param="stop")
-        if not (math.isfinite(policy.weight) and policy.weight > 0):
-            raise InvalidRequestError("a tenant's weight must be above 0", param="policy.weight")
-        if policy.max_running is not None and policy.max_running < 1:
-            raise InvalidRequestError("a tenant must be allowed one request at a time", param="policy.max_running")
 
     def abort_request(self, request_id: str) -> bool:
         """End a request at once and give its blocks back; False when there is none of that id."""
@@ -447,7 +424,7 @@ class LLMEngine:
     def explain(self, submit: Submit) -> list[ExplainedPart]:
         """Where each part of a prompt would come from now. Raises as `add_request` does."""
         request = Request(submit, self._info.block_size, self._arrivals, 0)
-        self._check(request)
+        check_request(request, self._info)
         return self.scheduler.manager.explain(request)
 
     def document_stats(self, query: GetDocumentStats) -> DocumentStats:

@@ -125,6 +125,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     protocol_version: int = PROTOCOL_VERSION
 
 
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6  # beyond, a sum of tokens over a weight loses them, or has no end
+
+
 class TenantPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What a tenant may have of the engine; the latest one that came with a request holds."""
 
@@ -142,7 +145,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     policy: TenantPolicy | None = None  # None: the tenant's last one goes on
     priority: int = 0  # lower goes first, strictly, over all tenants
     document_order: Literal["given", "cache"] = "given"  # cache: the engine orders them along the longest cached path
-    pin_top: int = 0  # of the given order, so many first documents stay last, next to the question, when reordering
+    pin_top: int = 0  # so many documents at the end of the given order stay there, next to the question
     use_cache: bool = True  # False: neither looks a prefix up nor leaves one behind
     counted: bool = True  # False: a health probe, left out of `EngineStats`' counts of requests and of their tokens
 

@@ -53,7 +53,7 @@ from gateway.retrieval_service import RetrievalService
 from gateway.served_model import ServedModels
 from gateway.store_client import StoreClient
 from gateway.tenant_admin import TenantAdmin
-from gateway.tenants import TenantDirectory
+from gateway.tenants import TenantDirectory, public_scope
 from gateway.usage import UsageReader, UsageRecorder
 from gateway.usage_api import UsagePages, own_usage_route
 from gateway.vector_store_batches_api import vector_store_batch_routes
@@ -103,7 +103,7 @@ def create_app(
             *vector_store_file_routes(retrieval),
             *vector_store_batch_routes(retrieval),
             *embedding_routes(retrieval),
-            *cache_document_routes(retrieval, engine),
+            *cache_document_routes(retrieval, engine, public_scope(tenants.secret)),
         ]
     v1 = Router("/v1", guards=[tenant_guard(tenants)], route_handlers=routes)
     admin = admin_router(tenants, TenantAdmin(store, tenants.secret, sync.poll), engine, usage)

@@ -1,8 +1,8 @@
 """/v1/cache/documents/{id}: a document as a unit of the cache.
 
 `id` is a file's id, which means all its passages, or one document's own (as a search and a chat name it, or as a client
-gave it). Only what lies under the tenant's own scope is counted and warmed; deleting erases all of its KV, under
-whatever a client has narrowed its scope to. The document itself stays where it is: that is /v1/files' matter.
+gave it). Only what lies under the tenant's own scope is counted and warmed, and for the operator what is public;
+deleting erases all of its KV, under whatever a client has narrowed its scope to. The document itself stays where it is: that is /v1/files' matter.
 """
 
 from __future__ import annotations
@@ -81,14 +81,16 @@ class CacheDocuments:
         return WarmResult(id=document_id, queued=queued, pinned=pinned)
 
 
-def cache_document_routes(retrieval: RetrievalService, engine: Engine) -> list[HTTPRouteHandler]:
+def cache_document_routes(retrieval: RetrievalService, engine: Engine, public: bytes) -> list[HTTPRouteHandler]:
+    """`public`: the scope of what the operator has published."""
     documents = CacheDocuments(retrieval)
 
     @get("/cache/documents/{document_id:str}")
     async def retrieve(request: HttpRequest, document_id: FromPath[str]) -> Response[bytes]:
         tenant = tenant_of(request)
         ids = await documents.documents_of(tenant, document_id)
-        asked = GetDocumentStats(query_id=uuid.uuid4().hex, scopes=(tenant.scope,), document_ids=ids)
+        scopes = (tenant.scope, public) if retrieval.is_operator(tenant.id) else (tenant.scope,)
+        asked = GetDocumentStats(query_id=uuid.uuid4().hex, scopes=scopes, document_ids=ids)
         uses = (await engine.document_stats(asked)).documents
         pins = {document_id_of(each) for each in await retrieval.pins.of(tenant.id)}
         if not uses and ids == (document_id,) and not await documents.chunk_ids(tenant, document_id):
@@ -117,8 +119,11 @@ def cache_document_routes(retrieval: RetrievalService, engine: Engine) -> list[H
     @delete("/cache/documents/{document_id:str}", status_code=200)
     async def erase(request: HttpRequest, document_id: FromPath[str]) -> Response[bytes]:
         tenant = tenant_of(request)
-        ids = await documents.documents_of(tenant, document_id)
-        erased = await retrieval.erasure.erase(tenant.id, ids)
+        stored = await documents.chunk_ids(tenant, document_id)
+        if stored:
+            erased = await retrieval.erase(tenant, stored)
+        else:
+            erased = await retrieval.erasure.erase(tenant.owner or tenant.id, (document_id,))
         return json_response(Deleted(id=document_id, object="cache.document.deleted", erased_blocks=erased))
 
     return [retrieve, pin, unpin, warm_now, erase]

@@ -100,7 +100,7 @@ class SearchStore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class MemberQuery(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    filter: FileStatus | Literal[""] = ""
+    filter: FileStatus | None = None
 
 
 def as_chunking(strategy: ChunkingStrategy, auto: Chunking) -> Chunking:

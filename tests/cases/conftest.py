@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,13 +16,15 @@ from engine.engine import LLMEngine
 from engine.measured_engine import MeasuredEngine
 from engine.protocol import EngineStats
 from engine.server import EngineServer
-from engine.settings import EngineSettings, TenantSettings
+from engine.settings import EngineSettings, RetrievalSettings, Settings, TenantSettings
+from retrieval.redis_commands import connect_store
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.harness import engine_info
 from tests.gateway.byte_tokenizer import byte_tokenizer
 from tests.gateway.chat_templates import CHATML, SPECIAL_TOKENS
 from tests.gateway.conftest import RunningGateway, empty_store_url, run_gateway_thread, store_server
 from tests.gateway.fake_engine import FakeEngine
+from tests.retrieval.hashing_embedder import HashingEmbedder
 
 __all__ = ["empty_store_url", "store_server"]  # fixtures of the gateway's tests
 
@@ -60,7 +62,9 @@ def run_stack(
     store_url: str | None = None,
     keys: dict[str, str] | None = None,
     tenants: list[TenantSettings] | None = None,
+    operator_tenant: str | None = None,
 ) -> Iterator[Stack]:
+    """With `operator_tenant` it has retrieval, in the same store."""
     tokenizer = byte_tokenizer()
     info = msgspec.structs.replace(
         engine_info(num_blocks, BLOCK_SIZE, 4096),
@@ -78,10 +82,23 @@ def run_stack(
     thread.start()
     try:
         client = EngineClient(server.endpoint)
-        for gateway in run_gateway_thread(cast("FakeEngine", client), store_url=store_url, keys=keys, tenants=tenants):
+        options = {} if operator_tenant is None else retrieval_options(store_url, operator_tenant)
+        for gateway in run_gateway_thread(
+            cast("FakeEngine", client), store_url=store_url, keys=keys, tenants=tenants, **options
+        ):
             gateway.wait_until(lambda: client.info is not None)
             yield Stack(gateway, engine, runner, server)
     finally:
         server.stop()
         thread.join(20)
         assert not thread.is_alive()
+
+
+def retrieval_options(store_url: str | None, operator_tenant: str) -> Any:
+    assert store_url is not None, "retrieval lives in a store"
+    settings = RetrievalSettings(operator_tenant=operator_tenant, chunk_tokens=400, prefill_tokens_per_minute=0)
+    return {
+        "settings": Settings(retrieval=settings),
+        "redis": connect_store(store_url),
+        "embedder": HashingEmbedder(),
+    }

@@ -275,8 +275,8 @@ class FakeEngine:
             return submit, None
         places = [i for i, each in enumerate(submit.segments) if each.kind is SegmentKind.DOCUMENT]
         head, foot = submit.segments[: places[0]], submit.segments[places[-1] + 1 :]
-        pinned = tuple(reversed(range(min(submit.pin_top, len(places)))))
-        orders = [(*free, *pinned) for free in permutations(range(len(pinned), len(places)))]
+        num_free = max(0, len(places) - submit.pin_top)
+        orders = [(*free, *range(num_free, len(places))) for free in permutations(range(num_free))]
         arranged = [(*head, *(submit.segments[places[i]] for i in order), *foot) for order in orders]
         best = max(range(len(orders)), key=lambda i: (self._num_cached(arranged[i]), -i))
         return msgspec.structs.replace(submit, segments=arranged[best]), orders[best]

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from engine.protocol import CacheView, EvictionView, OwnerView, PrefixNode, RequestView
+from gateway.auth import hash_api_key
 from gateway.dashboard.drawings import TREE_HEIGHT, draw_tree
 from gateway.dashboard.login import ATTEMPTS, LoginThrottle
 from gateway.dashboard.session import FORM_COOKIE, SESSION_COOKIE, Session, SessionSigner
@@ -21,7 +22,7 @@ from gateway.history import HistoryWriter
 from gateway.metrics import GatewayMetrics
 from gateway.store import EmbeddedStore
 from gateway.store_client import StoreClient
-from tests.gateway.conftest import RunningGateway
+from tests.gateway.conftest import SECRET, RunningGateway
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.operated import PASSWORD, ask, run_operated, run_store
 from tests.gateway.test_metrics import record
@@ -121,6 +122,36 @@ def test_the_operator_sees_everyone_and_can_look_at_one(operated: RunningGateway
         operated.wait_until(lambda: all(name in client.get("/dashboard/tenants").text for name in ("alice", "bob")))
         assert "alice" not in client.get("/dashboard/tenants", params={"search": "BO"}).text
         assert "of tenant <strong>bob</strong>" in client.get("/dashboard", params={"tenant": "bob"}).text
+
+
+def test_an_operators_key_opens_the_operators_view(operated: RunningGateway) -> None:
+    """It ruled over /admin/v1, and on the dashboard saw only the tenant that it belongs to."""
+    ask(operated, "hello", "bob")
+    with browser(operated, operated.keys["root"]) as client:
+        assert client.get("/dashboard", params={"tenant": "bob"}).status_code == 200
+        operated.wait_until(lambda: "bob" in client.get("/dashboard/tenants").text)
+        assert '<span class="whoami">operator</span>' in client.get("/dashboard").text
+
+
+@pytest.mark.parametrize("key", ["alice", "alice-admin"])
+def test_any_other_key_opens_its_tenants_view_alone(operated: RunningGateway, key: str) -> None:
+    with browser(operated, operated.keys[key]) as client:
+        assert '<span class="whoami">tenant alice</span>' in client.get("/dashboard").text
+        assert client.get("/dashboard", params={"tenant": "bob"}).status_code == 404
+        assert client.get("/dashboard/tenants").status_code == 404
+
+
+def test_a_signed_session_whose_key_has_another_role_is_over(operated: RunningGateway) -> None:
+    """A cookie from the time when the key was an operator's."""
+    stale = Session(
+        role="operator",
+        tenant_id="alice",
+        stands_on=hash_api_key(SECRET, operated.keys["alice"]),
+        until=int(time.time()) + 60,
+    )
+    with browser(operated) as client:
+        client.cookies.set(SESSION_COOKIE, SessionSigner(SECRET).sign(stale))
+        assert client.get("/dashboard/tenants").url.path == "/dashboard/login"
 
 
 def test_a_wrong_credential_is_refused_and_not_repeated(operated: RunningGateway) -> None:

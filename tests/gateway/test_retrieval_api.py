@@ -177,6 +177,19 @@ def test_public_collections_are_the_operators_and_only_readable(retrieval: Retri
         alice.vector_stores.search(store.id, query="law")
 
 
+def test_a_stores_files_are_listed_and_filtered_by_status(retrieval: RetrievalGateway) -> None:
+    """The query could not be read at all: every list was a 500."""
+    with retrieval.client() as client:
+        store, ids = retrieval.store_with(client, {"a.txt": "One.", "b.txt": "Two."})
+        files = client.vector_stores.files
+        assert {file.id for file in files.list(store)} == set(ids.values())
+        assert len(files.list(store, filter="completed").data) == 2
+        assert files.list(store, filter="failed").data == []
+        with pytest.raises(openai.BadRequestError) as caught:
+            files.list(store, extra_query={"filter": "lost"})
+    assert caught.value.param == "filter"
+
+
 def test_lists_are_paged_as_the_sdk_pages_them(retrieval: RetrievalGateway) -> None:
     with retrieval.client() as client:
         ids = [client.files.create(file=(f"{i}.txt", f"Text {i}.".encode()), purpose="assistants").id for i in range(7)]
