@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -104,13 +104,16 @@ class Counters:
 class LLMEngine:
     """Requests in, deltas out, one step at a time."""
 
-    def __init__(self, info: EngineInfo, settings: EngineSettings, runner: Runner) -> None:
+    def __init__(
+        self, info: EngineInfo, settings: EngineSettings, runner: Runner, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._info = info
+        self._clock = clock
         self.settings = settings
         self.runner = runner
         self._output_rules = OutputRules(info)
         self._counters = Counters()
-        self._speed = PrefillSpeed()
+        self.prefill_speed = PrefillSpeed()
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, OutputStream] = {}
         self._arrivals = 0
@@ -142,6 +145,7 @@ class LLMEngine:
     def attach_tiers(self, tiers: TieredCache) -> None:
         """From now on what leaves the device goes there. Before the first request."""
         self.tiers = tiers
+        tiers.gate.prefill = self.prefill_speed
         self.forget_everything()
 
     # ------------------------------------------------------------------ requests
@@ -193,9 +197,7 @@ class LLMEngine:
             return self._step_without_sequences(output)
         self._counters.num_steps += 1
         try:
-            started = time.monotonic()
             tokens = self._execute(output)
-            self._speed.note(output, time.monotonic() - started)
         except NonFiniteLogitsError as error:
             return self._fail_rows(output, error)
         except Exception as error:  # noqa: BLE001  whatever it was, the other requests go on
@@ -217,7 +219,7 @@ class LLMEngine:
         return output
 
     def _execute(self, output: SchedulerOutput) -> Sequence[int | None]:
-        started = time.perf_counter()
+        started = self._clock()
         try:
             tokens = self.runner.execute(output)
         except NonFiniteLogitsError:
@@ -228,10 +230,8 @@ class LLMEngine:
                 self.tiers.fail_step()
             self._settle_transfers()
             raise
+        self.prefill_speed.observe(*output.num_prefill_and_decode(), self._clock() - started)
         self._settle_transfers()
-        if self.tiers is not None and any(sequence.sample and sequence.num_new > 1 for sequence in output.sequences):
-            num_new = sum(sequence.num_new for sequence in output.sequences)
-            self.tiers.gate.prefill.observe(num_new, time.perf_counter() - started)
         return tokens
 
     def _settle_transfers(self) -> None:
@@ -474,7 +474,7 @@ class LLMEngine:
             num_running=len(self.scheduler.running),
             tiers=() if self.tiers is None else tier_stats(self.tiers),
             index=None if self.tiers is None else index_stats(self.tiers),
-            prefill_tokens_per_second=self._speed.tokens_per_second,
+            prefill_tokens_per_second=self.prefill_speed.tokens_per_second,
             owners=manager.index.order.uses(),
             ledger=manager.index.order.ledger_lines(),
             **{name: getattr(counters, name) for name in Counters.__dataclass_fields__},

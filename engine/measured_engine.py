@@ -41,9 +41,6 @@ from engine.protocol import (
 
 Clock = Callable[[], float]
 
-_MIN_PREFILL = 32  # tokens; a smaller step says more about overhead than about speed
-_DECAY = 0.98  # of what is known, a step: the last 50 prefill steps count most
-
 
 @dataclass(slots=True)
 class _Execution:
@@ -74,28 +71,6 @@ class StepClock:
         return self._runner.is_same_block(block_id, payload)
 
 
-class PrefillSpeed:
-    """Seconds a prompt token, as measured while serving. Knows nothing before the first sizeable prefill."""
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
-
-    def observe(self, num_prefill: int, num_decode: int, seconds: float) -> None:
-        """A step; one that mostly decodes says nothing."""
-        if num_prefill < _MIN_PREFILL or num_prefill < 8 * num_decode:
-            return
-        self._tokens = self._tokens * _DECAY + num_prefill
-        self._seconds = self._seconds * _DECAY + seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self._tokens / self._seconds if self._seconds else 0.0
-
-    def seconds_for(self, num_tokens: int) -> float:
-        return num_tokens * self._seconds / self._tokens if self._tokens else 0.0
-
-
 class MeasuredEngine:
     """What `EngineServer` serves. Everything it adds is looked at, nothing is changed."""
 
@@ -106,8 +81,7 @@ class MeasuredEngine:
         engine.runner = self._runner
         self._arrivals: dict[str, float] = {}
         self._queued: dict[str, float] = {}  # seconds until the first step, of requests whose account is still to come
-        self.prefill_speed = PrefillSpeed()
-        self._metrics = EngineMetricsRegistry(engine, self.prefill_speed, owner_labels)
+        self._metrics = EngineMetricsRegistry(engine, owner_labels)
 
     def add_request(self, submit: Submit) -> None:
         arrived_at = self._clock()
@@ -152,18 +126,12 @@ class MeasuredEngine:
         return [self._annotated(output) for output in outputs]
 
     def _observe(self, execution: _Execution, start: float, end: float) -> None:
-        num_prefill = num_decode = 0
         for sequence in execution.output.sequences:
-            if sequence.num_computed >= sequence.num_prompt_tokens:
-                num_decode += sequence.num_new
-            else:
-                num_prefill += sequence.num_new
             if (arrival := self._arrivals.pop(sequence.request_id, None)) is not None:
                 seconds = self._queued[sequence.request_id] = execution.start - arrival
                 self._metrics.observe_queue(seconds)
-        self.prefill_speed.observe(num_prefill, num_decode, execution.end - execution.start)
         times = StepTimes(execution.start - start, execution.end - execution.start, end - execution.end)
-        self._metrics.observe_step(times, len(execution.output.sequences), num_prefill, num_decode)
+        self._metrics.observe_step(times, len(execution.output.sequences), *execution.output.num_prefill_and_decode())
 
     def _annotated(self, output: Delta | Failure) -> Delta | Failure:
         if isinstance(output, Failure):
@@ -174,7 +142,7 @@ class MeasuredEngine:
         return msgspec.structs.replace(
             output,
             queue_seconds=self._queued.pop(output.request_id, None),
-            seconds_saved=self.prefill_speed.seconds_for(output.account.num_cached_tokens),
+            seconds_saved=self._engine.prefill_speed.seconds_for(output.account.num_cached_tokens),
         )
 
     def _forget(self, request_id: str) -> None:

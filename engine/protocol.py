@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Literal
@@ -378,6 +379,17 @@ class EvictionLine(msgspec.Struct, frozen=True, kw_only=True):
     tier: str = "device"
 
 
+def evictions_seen_by(owner: str, ledger: Iterable[EvictionLine]) -> tuple[EvictionLine, ...]:
+    """What an owner lost, by tier, but not to whom: that would tell of the others' load."""
+    counts = Counter[tuple[str, str]]()
+    for line in ledger:
+        if line.owner == owner:
+            counts[line.tier, owner if line.pressed_by == owner else "others"] += line.num_blocks
+    return tuple(
+        EvictionLine(owner=owner, pressed_by=by, num_blocks=count, tier=tier) for (tier, by), count in counts.items()
+    )
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Counts since the engine's start, and its state now."""
 
@@ -428,21 +440,6 @@ class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
     num_holders: int  # requests that hold it right now
 
 
-class OwnerView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant has of the cache, in blocks."""
-
-    owner: str
-    num_blocks: int
-    floor: int
-    quota: int | None
-
-
-class EvictionView(msgspec.Struct, frozen=True, kw_only=True):
-    owner: str
-    pressed_by: str
-    num_blocks: int
-
-
 class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is in the engine now."""
 
@@ -465,8 +462,8 @@ class CacheView(msgspec.Struct, frozen=True, kw_only=True, tag="cache_view"):
     num_nodes: int  # of the whole tree
     block_map: bytes  # one letter a cell, in order of block ids: f(ree), c(ached), a(ctive)
     blocks_per_cell: int
-    owners: tuple[OwnerView, ...]
-    evictions: tuple[EvictionView, ...]  # since the engine's start, most first
+    owners: tuple[OwnerUse, ...]
+    evictions: tuple[EvictionLine, ...]  # since the engine's start, most first
     requests: tuple[RequestView, ...]
 
 

@@ -9,9 +9,10 @@ one token, a fresh one lacks its prompt, a preempted one lacks prompt and output
        multiples of `prefill_chunk_size`, so that a prompt is cut alike whatever part of it was cached.
     3. Waiting requests are admitted in fair order (`engine/fair_queue.py`) while tokens, sequences and blocks allow.
        Nobody overtakes a request that only lacks room, or a long one would wait for ever.
-    4. Whenever blocks run out, the request that ranks last by (priority, arrival) is preempted: it gives its blocks
-       back (full ones stay in the index) and waits again. The first in rank is never preempted for another, and it
-       fits into the pool alone (the engine checks that on arrival), so it always finishes: no livelock.
+    4. Whenever blocks run out, a request of the tenant that has had most is preempted, its latest: it gives its blocks
+       back (full ones stay in the index) and waits again. The first in rank, by (priority, arrival), is never preempted
+       for another, and it fits into the pool alone (the engine checks that on arrival), so it always finishes: no
+       livelock.
 
 A request whose next block is being computed by another one, or read from the disk, is parked and comes back when that
 block is there: a burst of one prompt is computed once, and reading goes on beside the prefill of the others.
@@ -110,7 +111,7 @@ class Scheduler:
         if count > step.budget:
             return
         while not self.manager.allocate_slots(request, count):
-            victim = self.running[-1]
+            victim = self._victim()
             self._preempt(victim, step)
             if victim is request:
                 return
@@ -126,6 +127,11 @@ class Scheduler:
         start = request.num_computed_tokens if start is None else start
         chunk = self.limits.prefill_chunk_size
         return min(request.num_tokens, (start // chunk + 1) * chunk) - start
+
+    def _victim(self) -> Request:
+        """Not simply who came last: a quiet tenant's request comes last into every flood."""
+        others = self.running[1:] or self.running
+        return max(others, key=lambda r: (r.priority, self.queue.counter(r), r.arrival))
 
     def _preempt(self, victim: Request, step: _Step) -> None:
         if len(self.running) == 1:

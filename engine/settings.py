@@ -128,7 +128,9 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: Positive | None = None
     tokens_per_day: Positive | None = None
     concurrent_requests: Positive | None = None
-    weight: Annotated[float, Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0  # share of the compute, relative to other tenants
+    weight: Annotated[float, Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = (
+        1.0  # share of the compute, relative to other tenants
+    )
     priority: int = 0  # lower goes first, strictly
     max_running: Positive | None = None  # requests in the engine's batch at a time
     kv_floor_tokens: NotNegative = 0  # cached tokens that others cannot take while they have more than their floor

@@ -2,7 +2,8 @@
 
 `id` is a file's id, which means all its passages, or one document's own (as a search and a chat name it, or as a client
 gave it). Only what lies under the tenant's own scope is counted and warmed, and for the operator what is public;
-deleting erases all of its KV, under whatever a client has narrowed its scope to. The document itself stays where it is: that is /v1/files' matter.
+deleting erases all of its KV, under whatever a client has narrowed its scope to. The document itself stays where it
+is: that is /v1/files' matter.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ def cache_document_routes(retrieval: RetrievalService, engine: Engine, public: b
             erased = await retrieval.erase(tenant, stored)
         else:
             erased = await retrieval.erasure.erase(tenant.owner or tenant.id, (document_id,))
+            if erased == 0:
+                raise NotFoundError(f"No such document: {document_id[:100]!r}.")
         return json_response(Deleted(id=document_id, object="cache.document.deleted", erased_blocks=erased))
 
     return [retrieve, pin, unpin, warm_now, erase]

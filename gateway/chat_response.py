@@ -127,6 +127,7 @@ class ChatCompletionResponse:
         meter.taken_on = True
         await self._documents.remember()
         context.account = meter.account = tally.account
+        meter.seconds_saved = context.timing.seconds_saved
         order = next(update.delta.document_order for update in early if update.choice == 0)
         context.segments = in_prompt_order(self._submits[0].segments, order)
         body = self._stream_body if self._stream else self._whole_body

@@ -16,7 +16,7 @@ from engine.engine import LLMEngine
 from engine.measured_engine import MeasuredEngine
 from engine.protocol import EngineStats
 from engine.server import EngineServer
-from engine.settings import EngineSettings, RetrievalSettings, Settings, TenantSettings
+from engine.settings import EngineSettings, RetrievalSettings, Settings
 from retrieval.redis_commands import connect_store
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.harness import engine_info
@@ -55,16 +55,8 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     yield from run_stack(tmp_path)
 
 
-def run_stack(
-    tmp_path: Path,
-    *,
-    num_blocks: int = NUM_BLOCKS,
-    store_url: str | None = None,
-    keys: dict[str, str] | None = None,
-    tenants: list[TenantSettings] | None = None,
-    operator_tenant: str | None = None,
-) -> Iterator[Stack]:
-    """With `operator_tenant` it has retrieval, in the same store."""
+def run_stack(tmp_path: Path, *, num_blocks: int = NUM_BLOCKS, **gateway_options: Any) -> Iterator[Stack]:
+    """`gateway_options`: as for `run_gateway_thread`."""
     tokenizer = byte_tokenizer()
     info = msgspec.structs.replace(
         engine_info(num_blocks, BLOCK_SIZE, 4096),
@@ -82,10 +74,7 @@ def run_stack(
     thread.start()
     try:
         client = EngineClient(server.endpoint)
-        options = {} if operator_tenant is None else retrieval_options(store_url, operator_tenant)
-        for gateway in run_gateway_thread(
-            cast("FakeEngine", client), store_url=store_url, keys=keys, tenants=tenants, **options
-        ):
+        for gateway in run_gateway_thread(cast("FakeEngine", client), **gateway_options):
             gateway.wait_until(lambda: client.info is not None)
             yield Stack(gateway, engine, runner, server)
     finally:
@@ -94,11 +83,12 @@ def run_stack(
         assert not thread.is_alive()
 
 
-def retrieval_options(store_url: str | None, operator_tenant: str) -> Any:
-    assert store_url is not None, "retrieval lives in a store"
+def retrieval_options(store_url: str, operator_tenant: str) -> dict[str, Any]:
+    """For `run_stack`: retrieval and the admin API over one store."""
     settings = RetrievalSettings(operator_tenant=operator_tenant, chunk_tokens=400, prefill_tokens_per_minute=0)
     return {
         "settings": Settings(retrieval=settings),
+        "store_url": store_url,
         "redis": connect_store(store_url),
         "embedder": HashingEmbedder(),
     }

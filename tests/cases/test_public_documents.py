@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cases.conftest import BLOCK_SIZE, MODEL, Stack, run_stack
+from tests.cases.conftest import BLOCK_SIZE, MODEL, Stack, retrieval_options, run_stack
 from tests.cases.test_tenancy import QUESTION, SYSTEM, ask, cached
 from tests.gateway.admin_client import AdminClient
 
@@ -28,7 +28,7 @@ FRAME = 60 + BLOCK_SIZE
 @pytest.fixture
 def published(tmp_path: Path, empty_store_url: str) -> Iterator[Stack]:
     """With retrieval, and a published system prompt."""
-    for stack in run_stack(tmp_path, store_url=empty_store_url, operator_tenant=OPERATOR):
+    for stack in run_stack(tmp_path, **retrieval_options(empty_store_url, OPERATOR)):
         AdminClient(stack.gateway).ok("PUT", "prompts/handbook", {"text": SYSTEM})
         yield stack
 
@@ -132,7 +132,7 @@ def test_documents_published_word_for_word_are_shared_when_a_client_sends_them(p
     document = {"id": "memo", "title": "Harbour", "text": HARBOUR}
     admin = AdminClient(published.gateway)
     system = {"role": "system", "content": SYSTEM}
-    asked = {"messages": [system, {"role": "user", "content": QUESTION}], "documents": [document]}
+    asked: dict[str, Any] = {"messages": [system, {"role": "user", "content": QUESTION}], "documents": [document]}
     assert [cached(ask(published, who, **asked)) > len(HARBOUR) for who in ("alice", "bob")] == [False, False]
     admin.ok("PUT", "collections/town", {"documents": [document]})
     assert [cached(ask(published, who, **asked)) > len(HARBOUR) for who in ("alice", "bob")] == [False, True]

@@ -9,7 +9,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.engine import LLMEngine
-from engine.measured_engine import MeasuredEngine, PrefillSpeed
+from engine.measured_engine import MeasuredEngine
+from engine.prefill_speed import PrefillSpeed
 from engine.protocol import (
     Delta,
     GetCacheView,
@@ -39,9 +40,8 @@ class Ticks:
 
 def measured(num_blocks: int = 64, **options: int) -> MeasuredEngine:
     settings = EngineSettings(block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=128, prefill_chunk_size=64)
-    engine = LLMEngine(
-        engine_info(num_blocks, BLOCK, num_blocks * BLOCK), settings, FakeRunner(num_blocks, BLOCK, VOCAB - 1)
-    )
+    runner = FakeRunner(num_blocks, BLOCK, VOCAB - 1)
+    engine = LLMEngine(engine_info(num_blocks, BLOCK, num_blocks * BLOCK), settings, runner, Ticks())
     return MeasuredEngine(engine, Ticks(), **options)
 
 

@@ -231,34 +231,28 @@ class FakeEngine:
             await asyncio.Event().wait()
         submit, order = self._arrange(submit)
         account = self._admit(submit)
+        admitted = Delta(
+            request_id=submit.request_id,
+            text="",
+            num_output_tokens=0,
+            account=account,
+            document_order=order,
+            queue_seconds=0.0,
+            seconds_saved=account.num_cached_tokens / self.prefill_speed,
+        )
         if command == "wait":
-            yield Delta(
-                request_id=submit.request_id, text="", num_output_tokens=0, account=account, document_order=order
-            )
+            yield admitted
             await asyncio.Event().wait()
         text, reason = self._output(submit)
         for i, char in enumerate(text, 1):
             if command == "break" and i > 3:
                 raise from_wire(code, f"the engine says {code}", None)
             last = reason if i == len(text) else None
-            yield Delta(
-                request_id=submit.request_id,
-                text=char,
-                num_output_tokens=i,
-                account=account if i == 1 else None,
-                document_order=order if i == 1 else None,
-                finish_reason=last,
-            )
+            first = admitted if i == 1 else Delta(request_id=submit.request_id, text="", num_output_tokens=0)
+            yield msgspec.structs.replace(first, text=char, num_output_tokens=i, finish_reason=last)
             await asyncio.sleep(0)
         if not text:
-            yield Delta(
-                request_id=submit.request_id,
-                text="",
-                num_output_tokens=0,
-                account=account,
-                document_order=order,
-                finish_reason=reason,
-            )
+            yield msgspec.structs.replace(admitted, finish_reason=reason)
 
     def _output(self, submit: Submit) -> tuple[str, FinishReason]:
         text = self.question(submit)

@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from engine.protocol import CacheView, EvictionView, OwnerView, PrefixNode, RequestView
+from engine.protocol import CacheView, EvictionLine, OwnerUse, PrefixNode, RequestView
 from gateway.auth import hash_api_key
 from gateway.dashboard.drawings import TREE_HEIGHT, draw_tree
 from gateway.dashboard.login import ATTEMPTS, LoginThrottle
@@ -212,7 +212,7 @@ def test_what_tenants_and_documents_are_called_is_text(store: EmbeddedStore, tmp
     """A document id that is a script runs in the operator's browser."""
     engine = FakeEngine()
     evil = '"><script>alert(1)</script>'
-    owner = OwnerView(owner=evil, num_blocks=3, floor=0, quota=None)
+    owner = OwnerUse(owner=evil, num_blocks=3, floor_blocks=0, quota_blocks=None)
     engine.view = view(engine.view, nodes=(tree_node(0, None, 0, 32, 1, evil),), owners=(owner,))
     with run_operated(tmp_path, store.url, engine) as gateway:
         ask(gateway, "hello", "dave", documents=[{"id": evil, "text": "a document"}])
@@ -294,7 +294,7 @@ def test_requests_and_evictions_are_shown_to_whom_they_concern(store: EmbeddedSt
         for tenant in ("alice", "bob")
     ]
     engine.view = view(
-        engine.view, requests=tuple(rows), evictions=(EvictionView(owner="bob", pressed_by="x9", num_blocks=4),)
+        engine.view, requests=tuple(rows), evictions=(EvictionLine(owner="bob", pressed_by="x9", num_blocks=4),)
     )
     with run_operated(tmp_path, store.url, engine) as gateway:
         with browser(gateway, gateway.keys["alice"]) as client:
