@@ -19,6 +19,7 @@ from engine.prefix_index import Node, PrefixIndex
 from engine.protocol import CacheView, EvictionLine, GetCacheView, OwnerUse, PrefixNode, RequestView, evictions_seen_by
 from engine.request import Request
 from engine.scheduler import Scheduler
+from engine.settings import PUBLIC_OWNER
 
 EXAMINED = 20_000  # nodes
 MAP_CELLS = 1_024
@@ -29,7 +30,7 @@ _LETTERS = {BlockState.FREE: b"f", BlockState.CACHED: b"c", BlockState.ACTIVE: b
 
 
 def build_cache_view(engine: LLMEngine, query: GetCacheView) -> CacheView:
-    """What `query` asks for; with an owner, nothing of anybody else."""
+    """What `query` asks for; with an owner, nothing of anybody else. Below what is public hangs what is an owner's."""
     manager = engine.scheduler.manager
     cells, blocks_per_cell = _block_map(manager.pool)
     index = manager.index
@@ -43,7 +44,7 @@ def build_cache_view(engine: LLMEngine, query: GetCacheView) -> CacheView:
         blocks_per_cell=blocks_per_cell,
         owners=_largest(index.order, query.owner),
         evictions=_evictions(engine, query.owner),
-        requests=_requests(engine.scheduler, query.owner),
+        requests=_requests(engine.scheduler, query.tenant_id),
     )
 
 
@@ -57,8 +58,10 @@ def _hottest(index: PrefixIndex, count: int, block_size: int, owner: str | None)
         nonlocal examined
         for child in islice((parent.children or {}).values(), EXAMINED - examined):
             examined += 1
-            if owner is None or child.owner.name == owner:
+            if owner in (None, child.owner.name):
                 heapq.heappush(candidates, (-child.hits, examined, child))
+            elif child.owner.name == PUBLIC_OWNER:
+                discover(child)
 
     discover(index.root)
     while candidates and len(views) < count:

@@ -132,7 +132,7 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6  # beyond, a sum of tokens over a weight lose
 class TenantPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What a tenant may have of the engine; the latest one that came with a request holds."""
 
-    weight: float = 1.0  # its share of the compute, relative to other tenants
+    weight: float = 1.0  # its share of the compute, relative to other tenants; under gdsf of the cache, too
     max_running: int | None = None  # requests in the batch at a time
     kv_floor_tokens: int = 0  # cached tokens that others cannot take while they have more than their own floor
     kv_quota_tokens: int | None = None  # cached tokens above which its own least recently used blocks go
@@ -197,7 +197,8 @@ class GetCacheView(msgspec.Struct, frozen=True, kw_only=True, tag="get_cache_vie
     """Answered by `CacheView`."""
 
     query_id: str
-    owner: str | None = None  # only what this tenant owns; None: everything
+    owner: str | None = None  # only KV of this owner; None: everything
+    tenant_id: str | None = None  # only requests of this tenant, which may not be the owner of its KV
     max_nodes: int = 200
 
 

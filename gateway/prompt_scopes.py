@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from engine.settings import PUBLIC_OWNER
 from gateway.published import Published
 from gateway.tenants import Tenant, narrow_scope, public_scope
 
-PUBLIC_OWNER = "public"
 _END_USER = "user"
 
 

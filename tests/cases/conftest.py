@@ -20,13 +20,14 @@ from engine.settings import EngineSettings, RetrievalSettings, Settings
 from retrieval.redis_commands import connect_store
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.harness import engine_info
+from tests.engine.tiers.tiered_harness import host_only
 from tests.gateway.byte_tokenizer import byte_tokenizer
 from tests.gateway.chat_templates import CHATML, SPECIAL_TOKENS
-from tests.gateway.conftest import RunningGateway, empty_store_url, run_gateway_thread, store_server
+from tests.gateway.conftest import RunningGateway, empty_store_url, run_gateway_thread, store_server, store_url
 from tests.gateway.fake_engine import FakeEngine
 from tests.retrieval.hashing_embedder import HashingEmbedder
 
-__all__ = ["empty_store_url", "store_server"]  # fixtures of the gateway's tests
+__all__ = ["empty_store_url", "store_server", "store_url"]  # fixtures of the gateway's tests
 
 NUM_BLOCKS = 512
 BLOCK_SIZE = 16
@@ -55,8 +56,10 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     yield from run_stack(tmp_path)
 
 
-def run_stack(tmp_path: Path, *, num_blocks: int = NUM_BLOCKS, **gateway_options: Any) -> Iterator[Stack]:
-    """`gateway_options`: as for `run_gateway_thread`."""
+def run_stack(
+    tmp_path: Path, *, num_blocks: int = NUM_BLOCKS, host_blocks: int = 0, **gateway_options: Any
+) -> Iterator[Stack]:
+    """`host_blocks`: with a host tier of so many. `gateway_options`: as for `run_gateway_thread`."""
     tokenizer = byte_tokenizer()
     info = msgspec.structs.replace(
         engine_info(num_blocks, BLOCK_SIZE, 4096),
@@ -69,6 +72,10 @@ def run_stack(tmp_path: Path, *, num_blocks: int = NUM_BLOCKS, **gateway_options
     runner = FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=256)  # bytes only: it never ends by itself
     settings = EngineSettings(max_num_seqs=16, max_num_batched_tokens=512, prefill_chunk_size=128)
     engine = LLMEngine(info, settings, runner)
+    if host_blocks:
+        tiers = host_only(host_blocks, BLOCK_SIZE)
+        runner.host = tiers.host_slab
+        engine.attach_tiers(tiers)
     server = EngineServer(MeasuredEngine(engine), f"ipc://{tmp_path}/engine.sock", drain_seconds=0)
     thread = threading.Thread(target=server.serve)
     thread.start()

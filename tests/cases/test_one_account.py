@@ -57,7 +57,7 @@ def jobs(dice: random.Random, count: int) -> list[Job]:
         }
         streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
         if tenant != "carol" and i % 5 == 0:
-            made.append(Job(tenant, {**streamed, "max_tokens": 900, "seed": i}, leaves=True))
+            made.append(Job(tenant, {**streamed, "max_tokens": 600, "seed": i}, leaves=True))
         elif dice.random() < 0.4:
             made.append(Job(tenant, streamed))
         else:

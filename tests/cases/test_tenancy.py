@@ -60,6 +60,23 @@ def test_b_reads_nothing_of_a(stack: Stack) -> None:
     assert cached(ask(stack, "alice")) > 0
 
 
+def test_b_reads_nothing_of_a_from_the_tier_below_either(tmp_path: Path) -> None:
+    """sglang#26747: the lower tier's key had only tokens. Over HTTP; by the header that says from where tokens came."""
+    for stack in run_stack(tmp_path, num_blocks=64, host_blocks=256):
+        ask(stack, "alice")
+        for i in range(4):  # alice's blocks leave the device
+            ask(stack, "bob", f"{i} {QUESTION}")
+        assert places(ask(stack, "bob"))["host"] == cached(ask(stack, "carol")) == 0
+        for i in range(4):
+            ask(stack, "bob", f"{i} {QUESTION}")
+        assert places(ask(stack, "alice"))["host"] > 0
+
+
+def places(response: httpx.Response) -> dict[str, int]:
+    pairs = (pair.split("=") for pair in response.headers["x-radixgate-cache"].split(", "))
+    return {name: int(count) for name, count in pairs}
+
+
 def test_the_victims_salt_opens_nothing(stack: Stack) -> None:
     """vllm#53347: the salt was the caller's, so that an attacker sends the victim's."""
     for field in ("cache_salt", "prompt_cache_key", "user"):

@@ -127,6 +127,20 @@ def test_the_request_that_arrived_last_is_preempted_and_waits_at_its_old_place()
     harness.check()
 
 
+def test_a_quiet_tenants_question_does_not_wait_for_prompts_that_others_have_begun() -> None:
+    """Running prompts had the budget before anybody was admitted: a question waited for each of them to its end."""
+    harness = Harness(num_blocks=256, block_size=4, token_budget=16, chunk=16, max_num_seqs=1 + 4)
+    for number in range(4):
+        harness.submit([number, *range(100, 220)], max_tokens=1, tenant="noisy")
+    for _ in range(3):
+        harness.step()
+    harness.submit([1, 2, 3], max_tokens=1, name="quiet", scope=SCOPE_B, tenant="quiet")
+    harness.step()
+    assert "quiet" in harness.finished
+    harness.run()
+    harness.check()
+
+
 def test_a_flood_is_preempted_and_not_the_quiet_tenant_that_came_last() -> None:
     """Each request of a quiet tenant arrives behind a flood: as the latest it would be thrown out again and again."""
     harness = Harness(num_blocks=16, block_size=4, token_budget=64, chunk=32, max_num_seqs=8)

@@ -62,14 +62,14 @@ def empty_view() -> CacheView:
     )
 
 
-def one_owner(view: CacheView, owner: str) -> CacheView:
+def one_owner(view: CacheView, owner: str, tenant_id: str | None) -> CacheView:
     return msgspec.structs.replace(
         view,
         nodes=tuple(node for node in view.nodes if node.owner == owner),
         block_map=b"",
         owners=tuple(row for row in view.owners if row.owner == owner),
         evictions=tuple(row for row in view.evictions if row.owner == owner),
-        requests=tuple(row for row in view.requests if row.tenant_id == owner),
+        requests=tuple(row for row in view.requests if row.tenant_id == tenant_id),
     )
 
 
@@ -154,10 +154,10 @@ class FakeEngine:
             raise EngineUnavailableError("no engine")
         return self.metrics
 
-    async def cache_view(self, owner: str | None, max_nodes: int, timeout: float) -> CacheView:
+    async def cache_view(self, owner: str | None, tenant_id: str | None, max_nodes: int, timeout: float) -> CacheView:
         if not self.reachable:
             raise EngineUnavailableError("no engine")
-        return self.view if owner is None else one_owner(self.view, owner)
+        return self.view if owner is None else one_owner(self.view, owner, tenant_id)
 
     async def erase(self, request: Erase) -> Erased:
         if not self.reachable:

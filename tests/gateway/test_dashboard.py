@@ -154,6 +154,32 @@ def test_a_signed_session_whose_key_has_another_role_is_over(operated: RunningGa
         assert client.get("/dashboard/tenants").url.path == "/dashboard/login"
 
 
+def test_a_member_of_a_cache_group_sees_the_groups_blocks_and_its_own_requests(
+    store: EmbeddedStore, tmp_path: Path
+) -> None:
+    """Its KV is the group's: asked for by the tenant's own name, there was none."""
+    engine = FakeEngine()
+    group = OwnerUse(owner="group:research", num_blocks=77, floor_blocks=0, quota_blocks=None)
+    live = [
+        RequestView(
+            request_id=f"of-{tenant}",
+            tenant_id=tenant,
+            state="running",
+            num_prompt_tokens=8,
+            num_cached_tokens=0,
+            num_computed_tokens=8,
+            num_output_tokens=1,
+        )
+        for tenant in ("carol", "dave")
+    ]
+    engine.view = view(engine.view, owners=(group,), requests=tuple(live))
+    with run_operated(tmp_path, store.url, engine) as gateway, browser(gateway, gateway.keys["carol"]) as client:
+        assert "<td>77</td>" in client.get("/dashboard/cache").text
+        page = client.get("/dashboard/live").text
+        assert "of-carol" in page
+        assert "of-dave" not in page
+
+
 def test_a_wrong_credential_is_refused_and_not_repeated(operated: RunningGateway) -> None:
     with browser(operated) as client:
         answer = log_in(client, "wrong-<script>alert(1)</script>")
