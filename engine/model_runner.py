@@ -174,10 +174,12 @@ def _profile_memory(loaded: LoadedModel, kernels: AttentionKernels, settings: En
 
 
 def _largest_batch(settings: EngineSettings) -> SchedulerOutput:
-    """As many sequences and tokens as one step may have, every sequence sampled with all filters on."""
+    """As many sequences and tokens as one step may have, every sequence sampled with all filters and penalties on."""
     num_seqs = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     length, remainder = divmod(settings.max_num_batched_tokens, num_seqs)
-    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01)
+    sampling = SamplingParams(
+        max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1, repetition_penalty=1.1
+    )
     sequences: list[ScheduledSequence] = []
     next_block = 0
     for index in range(num_seqs):

@@ -83,6 +83,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_p: float = 0.0
+    frequency_penalty: float = 0.0  # the three penalties: engine/logits_processors.py
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}  # added to the logits of these tokens
     seed: int | None = None  # None: the engine draws one
     stop: tuple[str, ...] = ()
     min_tokens: int = 0  # end-of-turn tokens and stop strings are not honoured before

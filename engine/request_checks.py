@@ -14,6 +14,7 @@ from engine.protocol import MAX_WEIGHT, MIN_WEIGHT, EngineInfo, SamplingParams, 
 from engine.request import Request
 
 _MAX_SEED = 1 << 64
+MAX_BIAS = 1000.0  # on a logit; finite with whatever logit it meets
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 4096  # characters; each is looked for in every new text
 
@@ -30,7 +31,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
         raise InvalidRequestError("a token id is outside the model's vocabulary", param="segments")
     if request.pin_top < 0:
         raise InvalidRequestError("pin_top must not be negative", param="pin_top")
-    for rules in (_of_sampling(request.sampling), _of_policy(request.policy or TenantPolicy())):
+    for rules in (_of_sampling(request.sampling, info), _of_policy(request.policy or TenantPolicy())):
         for holds, param, rule in rules:
             if not holds:
                 raise InvalidRequestError(rule, param=param)
@@ -39,7 +40,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
 _Rule = tuple[bool, str, str]  # whether it holds, the field, what it has to be
 
 
-def _of_sampling(sampling: SamplingParams) -> Iterator[_Rule]:
+def _of_sampling(sampling: SamplingParams, info: EngineInfo) -> Iterator[_Rule]:
     """Written so that a NaN, which is neither above nor below anything, is refused."""
     yield sampling.max_tokens >= 1, "max_tokens", "max_tokens must be at least 1"
     yield sampling.min_tokens >= 0, "min_tokens", "min_tokens must not be negative"
@@ -47,6 +48,14 @@ def _of_sampling(sampling: SamplingParams) -> Iterator[_Rule]:
     yield 0 < sampling.top_p <= 1, "top_p", "top_p must be above 0 and at most 1"
     yield sampling.top_k >= 0, "top_k", "top_k must not be negative; 0 is off"
     yield 0 <= sampling.min_p <= 1, "min_p", "min_p must be from 0 to 1"
+    for name in ("frequency_penalty", "presence_penalty"):
+        yield abs(getattr(sampling, name)) <= MAX_BIAS, name, f"{name} must be from -{MAX_BIAS:g} to {MAX_BIAS:g}"
+    repetition = 1 / MAX_BIAS <= sampling.repetition_penalty <= MAX_BIAS
+    yield repetition, "repetition_penalty", f"repetition_penalty must be from {1 / MAX_BIAS:g} to {MAX_BIAS:g}"
+    known = all(0 <= token_id < info.vocab_size for token_id in sampling.logit_bias)
+    yield known, "logit_bias", "a token id is outside the model's vocabulary"
+    bounded = all(abs(bias) <= MAX_BIAS for bias in sampling.logit_bias.values())
+    yield bounded, "logit_bias", f"a bias must be from -{MAX_BIAS:g} to {MAX_BIAS:g}"
     yield abs(sampling.seed or 0) < _MAX_SEED, "seed", "a seed must fit 64 bits"
     yield all(sampling.stop), "stop", "an empty stop string would end every text"
     short = len(sampling.stop) <= MAX_STOPS and all(len(stop) <= MAX_STOP_LENGTH for stop in sampling.stop)

@@ -1,8 +1,9 @@
 """Draws the next token of every sequence of a step, all rows at once.
 
-    logits [B, V] ──► eos masked until min_tokens ──► max ──┬─► temperature 0: the highest logit, lowest id on a tie
-                                                            └─► weights ──┬─► no filter: inverse CDF in id order
-                                                                          └─► ranked ──► kept ──► inverse CDF
+    logits [B, V] ──► bias, penalties (logits_processors.py) ──► eos masked until min_tokens
+                  ──► max ──┬─► temperature 0: the highest logit, lowest id on a tie
+                            └─► weights ──┬─► no filter: inverse CDF in id order
+                                          └─► ranked ──► kept ──► inverse CDF
 
     ranked   w0 ≥ w1 ≥ w2 ≥ ………………………… ≥ wV     temperature is already in the weights
     top-k    [0, k)                             always a prefix of the ranking,
@@ -40,6 +41,7 @@ import xxhash
 from torch import Tensor
 
 from engine.batch import ScheduledSequence
+from engine.logits_processors import process_logits
 from engine.protocol import SamplingParams
 
 _U64 = (1 << 64) - 1
@@ -103,7 +105,7 @@ class Sampler:
         Raises `NonFiniteLogitsError` when a row has no distribution to draw from.
         """
         assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} sequences"
-        logits = _mask_eos(logits, rows, eos_token_ids)
+        logits = _mask_eos(process_logits(logits, rows), rows, eos_token_ids)
         highest, token_ids = logits.max(dim=-1)  # [B], [B]; the first of equal logits
         _require_finite(highest)
         random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]

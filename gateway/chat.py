@@ -63,6 +63,7 @@ class ChatCompletions:
         model = await self._models.current()
         if request.body.model != model.info.model:
             raise ModelNotFoundError(f"The model `{request.body.model[:200]}` does not exist.", param="model")
+        _check_logit_bias(request, model.info.vocab_size)
         tenant, request = caller.tenant, self._with_published_prompt(request)
         scopes = PromptScopes.of_request(self._tenants.secret, tenant, request.narrowing, self._tenants.published)
         with timing.retrieving():
@@ -136,6 +137,14 @@ def chat_route(chat: ChatCompletions) -> HTTPRouteHandler:
     return create_chat_completion
 
 
+def _check_logit_bias(request: ChatRequest, vocab_size: int) -> None:
+    for token_id in request.logit_bias:
+        if token_id >= vocab_size:
+            raise InvalidRequestError(
+                f"`logit_bias`: {token_id} is not a token; the vocabulary has {vocab_size}.", param="logit_bias"
+            )
+
+
 async def _build_prompt(
     request: ChatRequest, documents: ChatDocuments, scopes: PromptScopes, model: ServedModel
 ) -> tuple[ChatDocuments, tuple[Segment, ...]]:
@@ -180,6 +189,10 @@ def _sampling(request: ChatRequest, max_tokens: int, choice: int) -> SamplingPar
         top_p=body.top_p,
         top_k=body.top_k,
         min_p=body.min_p,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=request.logit_bias,
         # Choice 0 has the seed itself: it is what the same request with n=1 gives.
         seed=None if body.seed is None else (body.seed + choice * _SEED_STEP) % _SEED_LIMIT,
         stop=request.stop,

@@ -26,9 +26,6 @@ class Harmless(NamedTuple):
 
 
 NEUTRAL: dict[str, Neutral] = {
-    "frequency_penalty": Neutral((0,)),
-    "presence_penalty": Neutral((0,)),
-    "logit_bias": Neutral(({},)),
     "logprobs": Neutral((False,)),
     "top_logprobs": Neutral((0,)),
     "tool_choice": Neutral(("none", "auto")),  # without tools, auto is none

@@ -22,6 +22,8 @@ from retrieval import documents
 from retrieval.documents import Document
 
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 Narrowing = Annotated[str, Meta(min_length=1, max_length=512)]
 
 # `developer` is the newer name of the same thing; templates know only `system`.
@@ -48,6 +50,9 @@ class ChatBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    logit_bias: LogitBias = msgspec.field(default_factory=dict[str, float])
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] = msgspec.field(default_factory=list[StopText])
     user: Narrowing | None = None
@@ -61,6 +66,7 @@ class ChatBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tools: list[object] = msgspec.field(default_factory=list[object])
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     ignore_eos: bool = False
     use_cache: bool = True
@@ -76,6 +82,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     documents: tuple[Document, ...]
     retrieval: ChatRetrieval | None
     max_tokens: int | None
+    logit_bias: dict[int, float]
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -122,7 +129,15 @@ def parse_chat_request(raw: bytes, content_type: str, max_choices: int) -> ChatR
         documents=tuple(docs),
         retrieval=_retrieval(body, use_tools=given.get("tool_choice") != "none"),
         max_tokens=max_tokens,
+        logit_bias={_token_id(key): bias for key, bias in body.logit_bias.items()},
     )
+
+
+def _token_id(key: str) -> int:
+    # The vocabulary's end is checked where the model is known (chat.py).
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        raise InvalidRequestError(f"`logit_bias`: {key[:20]!r} is not a token id.", param="logit_bias")
+    return int(key)
 
 
 def _retrieval(body: ChatBody, *, use_tools: bool) -> ChatRetrieval | None:

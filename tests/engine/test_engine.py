@@ -365,10 +365,16 @@ def test_output_that_cannot_be_made_into_text_ends_its_own_request_only(monkeypa
                 "top_k": (-1,),
                 "min_p": (float("nan"), -0.1, 1.5),
                 "seed": (2**64, -(2**64)),
+                "frequency_penalty": (float("nan"), float("inf")),
+                "presence_penalty": (float("nan"), -1e9),
+                "repetition_penalty": (float("nan"), 0.0, -1.0, float("inf")),
+                "logit_bias": ({0: float("nan")}, {0: float("inf")}),
             }.items()
             for value in values
         ),
         ({"pin_top": -1, "document_order": "cache"}, "pin_top"),
+        ({"sampling": SamplingParams(max_tokens=1, logit_bias={VOCAB: 1.0})}, "logit_bias"),
+        ({"sampling": SamplingParams(max_tokens=1, logit_bias={-1: 1.0})}, "logit_bias"),
         ({"segments": ()}, "messages"),
         ({"segments": (Segment(SegmentKind.QUESTION, b"\1\0\0\0", b"short"),)}, "segments"),
         ({"segments": (Segment(SegmentKind.QUESTION, b"\1\0\0", SCOPE_A),)}, "segments"),

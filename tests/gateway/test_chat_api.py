@@ -182,11 +182,23 @@ def test_sampling_parameters_reach_the_engine(gateway: RunningGateway) -> None:
             top_p=0.9,
             seed=-1,
             stop=["x"],
-            extra_body={"top_k": 5, "min_p": 0.1, "min_tokens": 2, "ignore_eos": True, "use_cache": False},
+            frequency_penalty=0.5,
+            presence_penalty=-1,
+            logit_bias={"7": -100, "8": 2},
+            extra_body={
+                "repetition_penalty": 1.1,
+                "top_k": 5,
+                "min_p": 0.1,
+                "min_tokens": 2,
+                "ignore_eos": True,
+                "use_cache": False,
+            },
         )
     (submit,) = gateway.engine.submitted
     s = submit.sampling
     assert (s.temperature, s.top_p, s.top_k, s.min_p, s.min_tokens) == (0.5, 0.9, 5, 0.1, 2)
+    assert (s.frequency_penalty, s.presence_penalty, s.repetition_penalty) == (0.5, -1, 1.1)
+    assert s.logit_bias == {7: -100, 8: 2}
     assert (s.stop, s.ignore_eos, s.seed, submit.use_cache) == (("x",), True, 2**63 - 1, False)
 
 
@@ -230,9 +242,6 @@ def test_parameters_that_change_nothing_are_accepted(gateway: RunningGateway) ->
         answer = client.chat.completions.create(
             model=MODEL,
             messages=ask("ok"),
-            frequency_penalty=0,
-            presence_penalty=0.0,
-            logit_bias={},
             logprobs=False,
             tools=[],
             tool_choice="auto",

@@ -22,9 +22,9 @@ def test_null_means_not_given() -> None:
 
 
 def test_false_is_not_zero_and_zero_is_not_false() -> None:
-    """Python's `False == 0` would accept `logprobs: 0` and `frequency_penalty: false`."""
-    assert without_inert({"logprobs": False, "frequency_penalty": 0.0}) == {}
-    for name, value in [("logprobs", 0), ("frequency_penalty", False)]:
+    """Python's `False == 0` would accept `logprobs: 0` and `top_logprobs: false`."""
+    assert without_inert({"logprobs": False, "top_logprobs": 0}) == {}
+    for name, value in [("logprobs", 0), ("top_logprobs", False)]:
         with pytest.raises(UnsupportedParameterError) as caught:
             without_inert({name: value})
         assert caught.value.param == name
