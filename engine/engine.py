@@ -1,13 +1,23 @@
 """The engine: `step()` = schedule → execute → postprocess.
 
-    add_request ─► Scheduler.waiting ─► schedule ─► ModelRunner.execute ─► postprocess ─► Delta | Failure
-                                           ▲              │ raises              │
-                                           │              ▼                     │ cache_blocks, append, stop?
-                                           └──────── recover ◄──────────────────┘ InvariantError
+    add_request ─► Scheduler.waiting ─► schedule ─► ModelRunner.launch ─► wait ─► postprocess ─► Delta | Failure
+                                           ▲              │ raises                   │
+                                           │              ▼                          │ cache_blocks, append, stop?
+                                           └──────── recover ◄───────────────────────┘ InvariantError
+
+On a device that runs ahead, a step is prepared while the one before it runs:
+
+    host      schedule 1, launch │ schedule 2, launch │ wait 1, postprocess │ schedule 3, launch │ wait 2, …
+    device                       └── 1 ───────────────────► 2 ─────────────────────────────────► 3
+
+Step 2 takes the tokens of step 1 from where they are, on the device. What step 1 tells is acted upon one step later: a
+request that it ended has had a part in step 2, whose token is thrown away; its blocks go back at once, for whoever gets
+them writes to them in step 3 at the earliest. Only what a step that has ended computed is indexed. On a CPU nothing
+runs ahead (`launch` returns when all is done) and the same loop waits for each step before it schedules the next.
 
 What can go wrong, and what then:
     the step raises          its requests end with `EngineStepError`; what they computed in it was never indexed
-    a row has no finite      that request ends; the others of the step have not moved and are computed again
+    a row has no finite      that request ends, and what it computed is not indexed
       logits
     our bookkeeping fails    the cache is dropped: a new pool and index; every request starts over, keeping the text
                              it has (at most MAX_RESETS times, then it ends with an error). The process lives.
@@ -23,11 +33,13 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from engine.batch import ScheduledSequence, SchedulerOutput, TransferReport
+from engine.batch import ScheduledSequence, SchedulerOutput, StepResult, TransferReport
+from engine.document_stats import document_uses
 from engine.erasure import Selection
 from engine.errors import (
     EngineStepError,
@@ -36,6 +48,7 @@ from engine.errors import (
     OverloadedError,
     RadixgateError,
 )
+from engine.in_flight import PendingStep, StepInFlight
 from engine.kv_cache_manager import KVCacheManager
 from engine.output_stream import OutputRules, OutputStream
 from engine.prefill_speed import PrefillSpeed
@@ -43,7 +56,6 @@ from engine.protocol import (
     CacheVerified,
     Delta,
     DocumentStats,
-    DocumentUse,
     EngineInfo,
     EngineStats,
     Erase,
@@ -54,12 +66,11 @@ from engine.protocol import (
     GetDocumentStats,
     Submit,
 )
-from engine.request import Request
+from engine.request import Request, RequestState
 from engine.request_checks import check_request
-from engine.sampler import NonFiniteLogitsError
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.settings import EngineSettings
-from engine.tiers.tier_stats import index_stats, tier_stats
+from engine.tiers.tier_stats import index_stats, tier_evictions, tier_stats
 from engine.tiers.tiered_cache import TieredCache
 from engine.verification import Verification
 
@@ -70,9 +81,18 @@ DISK_WAIT = 0.005  # seconds that a step with nothing to compute waits for the d
 
 
 class Runner(Protocol):
-    """The device. `execute` returns one entry a sequence: the sampled token, None where `sample` is False."""
+    """The device. Steps run in the order in which they are launched."""
 
-    def execute(self, output: SchedulerOutput) -> Sequence[int | None]: ...
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `launch` returns before the step is done."""
+        ...
+
+    def launch(self, output: SchedulerOutput) -> PendingStep: ...
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """`launch`, and wait."""
+        ...
 
     def transfer_report(self) -> TransferReport:
         """What has become of the offloads and fetches of the steps so far; after a failed step, of that one, too."""
@@ -118,8 +138,10 @@ class LLMEngine:
         self._streams: dict[str, OutputStream] = {}
         self._arrivals = 0
         self._broken: Exception | None = None  # found between steps
+        self._in_flight: deque[StepInFlight] = deque()
+        self._max_in_flight = int(runner.runs_ahead and settings.async_scheduling)  # while the next one is prepared
+        self._last_end = 0.0  # when the last step ended
         self.tiers: TieredCache | None = None
-        self._is_persisting = False
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
@@ -139,6 +161,7 @@ class LLMEngine:
             prefill_chunk_size=settings.prefill_chunk_size,
             cached_token_weight=settings.cached_token_weight,
             output_token_weight=settings.output_token_weight,
+            max_model_len=self._info.max_model_len,
         )
         return Scheduler(limits, manager)
 
@@ -158,11 +181,22 @@ class LLMEngine:
             raise OverloadedError(f"{self.settings.max_waiting} requests are waiting already; try again later")
         request = Request(submit, self._info.block_size, self._arrivals, secrets.randbits(63))
         check_request(request, self._info)
+        request.leader = self._leader_of(request, submit)
         stream = OutputStream(request, self._output_rules)
         self._arrivals += 1
         self._requests[request.request_id] = request
         self._streams[request.request_id] = stream
         self.scheduler.add(request)
+
+    def _leader_of(self, request: Request, submit: Submit) -> Request | None:
+        """The request whose prompt this one shares; None when it has ended: then this one is like any other."""
+        leader = self._requests.get(submit.sibling_of) if submit.sibling_of else None
+        if leader is None:
+            return None
+        same = (leader.tenant_id, leader.submitted_segments) == (request.tenant_id, request.submitted_segments)
+        if not same or (leader.chooses_order, leader.pin_top) != (request.chooses_order, request.pin_top):
+            raise InvalidRequestError("a sibling must have the very same prompt", param="sibling_of")
+        return leader
 
     def abort_request(self, request_id: str) -> bool:
         """End a request at once and give its blocks back; False when there is none of that id."""
@@ -181,7 +215,7 @@ class LLMEngine:
             self._broken = error
 
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._in_flight)
 
     # ------------------------------------------------------------------ one step
 
@@ -193,22 +227,12 @@ class LLMEngine:
             output = self._schedule()
         except Exception as error:  # noqa: BLE001  a bug of ours, whatever its type: the requests must not pay for it
             return self._reset_cache(error)
-        if not output.sequences:
+        if not output.sequences and not self._in_flight:
             return self._step_without_sequences(output)
-        self._counters.num_steps += 1
-        try:
-            tokens = self._execute(output)
-        except NonFiniteLogitsError as error:
-            return self._fail_rows(output, error)
-        except Exception as error:  # noqa: BLE001  whatever it was, the other requests go on
-            return self._fail_step(output, error)
-        deltas: list[Delta | Failure] = []
-        try:
-            for sequence, token_id in zip(output.sequences, tokens, strict=True):
-                self._postprocess(sequence, token_id, deltas)
-        except Exception as error:  # noqa: BLE001
-            return deltas + self._reset_cache(error)
-        return deltas
+        messages = self._launch(output)
+        if len(self._in_flight) > self._max_in_flight or not output.sequences:
+            messages += self._postprocess(self._in_flight.popleft())
+        return messages
 
     def _schedule(self) -> SchedulerOutput:
         if self.tiers is None:
@@ -218,21 +242,22 @@ class LLMEngine:
         self.tiers.begin_step(output)
         return output
 
-    def _execute(self, output: SchedulerOutput) -> Sequence[int | None]:
-        started = self._clock()
+    def _launch(self, output: SchedulerOutput) -> list[Delta | Failure]:
+        """Give a step to the device; failures when it does not take it."""
+        if output.is_empty:
+            return []
+        requests = [self._requests[sequence.request_id] for sequence in output.sequences]
+        self._counters.num_steps += bool(requests)
+        launched_at = self._clock()
         try:
-            tokens = self.runner.execute(output)
-        except NonFiniteLogitsError:
-            self._settle_transfers()  # they came before the logits
-            raise
-        except Exception:
-            if self.tiers is not None and (output.offloads or output.fetches):
-                self.tiers.fail_step()
+            pending = self.runner.launch(output)
+        except Exception as error:  # noqa: BLE001  whatever it was, the other requests go on
+            return self._fail_step(output, requests, error)
+        if requests:
+            self._in_flight.append(StepInFlight(output, requests, pending, launched_at))
+        else:
             self._settle_transfers()
-            raise
-        self.prefill_speed.observe(*output.num_prefill_and_decode(), self._clock() - started)
-        self._settle_transfers()
-        return tokens
+        return []
 
     def _settle_transfers(self) -> None:
         if self.tiers is None:
@@ -243,13 +268,9 @@ class LLMEngine:
             self._broken = error
 
     def _step_without_sequences(self, output: SchedulerOutput) -> list[Delta | Failure]:
+        """With nothing in flight, either."""
         if not output.is_empty:
-            try:
-                self._execute(output)
-            except Exception:
-                logger.exception("blocks could not be moved between the tiers")
-                self._counters.num_step_failures += 1
-            return []
+            return self._launch(output)
         if self.scheduler.is_reading and self.tiers is not None:
             self._settle_transfers()
             self.tiers.wait(DISK_WAIT)
@@ -258,27 +279,57 @@ class LLMEngine:
         stalled = f"I10: {len(self._requests)} requests are here and none of them can go on"
         return self._reset_cache(InvariantError(stalled)) if self._requests else []
 
-    def _postprocess(self, sequence: ScheduledSequence, token_id: int | None, deltas: list[Delta | Failure]) -> None:
-        request = self._requests[sequence.request_id]
-        request.num_computed_tokens = sequence.end
-        self._counters.num_computed_tokens += sequence.num_new
-        self.scheduler.manager.cache_blocks(request)
+    def _postprocess(self, step: StepInFlight) -> list[Delta | Failure]:
+        """Wait for the oldest step in flight, and act upon what came out of it."""
+        try:
+            result = step.pending.wait()
+        except Exception as error:  # noqa: BLE001  as in `_launch`
+            return self._fail_step(step.output, step.requests, error)
+        self._note_end(step)
+        self._counters.num_step_failures += bool(result.without_logits)
+        messages: list[Delta | Failure] = []
+        try:
+            for index, (sequence, request) in enumerate(step.with_requests()):
+                if self._requests.get(request.request_id) is not request:
+                    continue  # it ended while this step ran
+                if index in result.without_logits:
+                    messages.append(self._fail_row(request))
+                else:
+                    self._advance(request, sequence, result.token_ids[index], messages)
+        except Exception as error:  # noqa: BLE001
+            return messages + self._reset_cache(error)
+        return messages
+
+    def _note_end(self, step: StepInFlight) -> None:
+        """Its own time begins with its launch or with the end of the step before it, whichever is later."""
+        now = self._clock()
+        seconds, self._last_end = now - max(step.launched_at, self._last_end), now
+        self._counters.num_computed_tokens += step.num_tokens
+        self.prefill_speed.observe(*step.output.num_prefill_and_decode(), seconds)
+        self._settle_transfers()
+
+    def _advance(
+        self, request: Request, sequence: ScheduledSequence, token_id: int | None, messages: list[Delta | Failure]
+    ) -> None:
+        request.num_pending_tokens -= sequence.sample
+        if request.state is RequestState.RUNNING:  # else it was preempted while the step ran, and holds no block
+            self.scheduler.manager.cache_blocks(request, sequence.end)
         if token_id is None:
             return
         try:
             delta = self._push(request, token_id)
         except Exception:
             logger.exception("the output of request %s cannot be made; it ends", request.request_id)
-            deltas.append(self._fail(request, EngineStepError("this request's output could not be made into text")))
+            messages.append(self._fail(request, EngineStepError("this request's output could not be made into text")))
             return
         if delta is not None:
-            deltas.append(delta)
+            messages.append(delta)
 
     def _push(self, request: Request, token_id: int) -> Delta | None:
         request.append_output(token_id)
         counters = self._counters_of(request)
         counters.num_output_tokens += 1
-        if request.num_output_tokens == 1 and request.account is not None:
+        if request.num_output_tokens == 1 and request.account is not None and not request.shares_account:
             counters.num_prompt_tokens += request.num_prompt_tokens
             counters.num_cached_tokens += request.account.num_cached_tokens
         delta = self._streams[request.request_id].push(token_id)
@@ -298,24 +349,26 @@ class LLMEngine:
         self._counters_of(request).num_requests_failed += 1
         return Failure(request_id=request.request_id, code=error.code, message=error.message, param=error.param)
 
-    def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[Delta | Failure]:
-        logger.exception("step %d failed; its %d requests end", self._counters.num_steps, len(output.sequences))
+    def _fail_step(self, output: SchedulerOutput, requests: list[Request], error: Exception) -> list[Delta | Failure]:
+        logger.error("a step failed; its %d requests end", len(requests), exc_info=error)
         self._counters.num_step_failures += 1
+        if self.tiers is not None:
+            self.tiers.fail_step(output)
+        self._settle_transfers()
         failure = EngineStepError(f"the step that computed this request failed ({type(error).__name__})")
-        return [self._fail(self._requests[sequence.request_id], failure) for sequence in output.sequences]
+        living = [request for request in requests if self._requests.get(request.request_id) is request]
+        return [self._fail(request, failure) for request in living]
 
-    def _fail_rows(self, output: SchedulerOutput, error: NonFiniteLogitsError) -> list[Delta | Failure]:
-        sampled: list[ScheduledSequence] = [sequence for sequence in output.sequences if sequence.sample]
-        logger.error("step %d: no finite logits in %d rows", self._counters.num_steps, len(error.row_indices))
-        self._counters.num_step_failures += 1
-        failure = EngineStepError("the model's output for this request is not a number")
-        return [self._fail(self._requests[sampled[row].request_id], failure) for row in error.row_indices]
+    def _fail_row(self, request: Request) -> Failure:
+        logger.error("request %s: its logits are not finite", request.request_id)
+        return self._fail(request, EngineStepError("the model's output for this request is not a number"))
 
     def _reset_cache(self, error: Exception) -> list[Delta | Failure]:
         """Our bookkeeping cannot be trusted any more: drop all of it and compute again what is under way."""
         logger.error("the cache is dropped: %s", error, exc_info=error)
         self._counters.num_integrity_failures += 1
         self._broken = None
+        self._in_flight.clear()  # what it computes lies in blocks of a table that is not trusted
         self._keep_counts()
         if self.tiers is not None:
             for request in self._requests.values():
@@ -342,7 +395,7 @@ class LLMEngine:
 
     def forget_everything(self) -> None:
         """An empty cache and counts from zero, as if nothing had ever been asked. Only without requests."""
-        if self._requests:
+        if self.has_work():
             raise InvariantError(f"I10: {len(self._requests)} requests would lose their blocks")
         self._counters = Counters()
         self.scheduler = self._new_scheduler()
@@ -359,21 +412,25 @@ class LLMEngine:
             self._broken = error
         if self._broken is not None:
             self._reset_cache(self._broken)
-        return self.tiers.is_busy or self._is_persisting
+        return self.tiers.is_busy or self.scheduler.manager.is_persisting or self.is_restoring
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether what an earlier life left is still coming back from the disk."""
+        return self.tiers is not None and self.tiers.is_restoring
 
     def _move_blocks(self) -> None:
         assert self.tiers is not None
         self.tiers.poll()
-        if self._is_persisting and not self.tiers.is_busy:
-            self.scheduler.manager.persist_all()
-            self._is_persisting = self.tiers.is_busy
+        if not self.tiers.is_busy:
+            self.scheduler.manager.continue_to_persist()
         self._carry_out_offloads()
         self._settle_transfers()
         self.tiers.finish_erasures()
 
     def persist(self) -> None:
         """Bring what the device holds to the disk, a part at a time, while `idle` is called."""
-        self._is_persisting = self.tiers is not None and self.tiers.disk is not None
+        self.scheduler.manager.begin_to_persist()
 
     def close(self, seconds: float = 10.0) -> None:
         """Persist what can be persisted in that time, and let go of files and threads."""
@@ -428,23 +485,13 @@ class LLMEngine:
         return self.scheduler.manager.explain(request)
 
     def document_stats(self, query: GetDocumentStats) -> DocumentStats:
-        """What the device holds of each document that a tenant may ask about."""
+        """What every tier holds of each document that a tenant may ask about."""
         selection = Selection(scopes=frozenset(query.scopes), document_ids=frozenset(query.document_ids))
-        uses: dict[str, DocumentUse] = {}
-        block_size = self._info.block_size
-        for run in self.scheduler.manager.index.document_runs(selection):
-            before = uses.get(run.document_id)
-            num_blocks = run.num_blocks + (before.num_blocks if before else 0)
-            uses[run.document_id] = DocumentUse(
-                document_id=run.document_id,
-                num_blocks=num_blocks,
-                num_bytes=num_blocks * self._info.block_bytes,
-                num_by_tier={"device": num_blocks},
-                hits=run.hits + (before.hits if before else 0),
-                tokens_saved=run.hits * run.num_blocks * block_size + (before.tokens_saved if before else 0),
-                last_use=max(run.last_use, before.last_use if before else 0.0),
-            )
-        return DocumentStats(query_id=query.query_id, documents=tuple(uses.values()))
+        runs = {"device": self.scheduler.manager.index.document_runs(selection)}
+        if self.tiers is not None:
+            runs |= self.tiers.document_runs(selection)
+        uses = document_uses(runs, self._info.block_size, self._info.block_bytes)
+        return DocumentStats(query_id=query.query_id, documents=uses)
 
     # ------------------------------------------------------------------ look
 
@@ -476,7 +523,8 @@ class LLMEngine:
             index=None if self.tiers is None else index_stats(self.tiers),
             prefill_tokens_per_second=self.prefill_speed.tokens_per_second,
             owners=manager.index.order.uses(),
-            ledger=manager.index.order.ledger_lines(),
+            ledger=manager.index.order.ledger.lines("device")
+            + (() if self.tiers is None else tier_evictions(self.tiers)),
             **{name: getattr(counters, name) for name in Counters.__dataclass_fields__},
         )
 

@@ -8,19 +8,24 @@
 `StepClock` stands in the runner's place, so the three phases are known without a line in the engine's own code: what
 lies before the runner is scheduling, what lies after it is postprocessing. Rejected: timers inside `LLMEngine.step`,
 which would bury what it does under what it takes.
+
+On a device that runs ahead, one call of `step` launches a step and waits for the one before: the phases are the call's,
+and "execute" is how long the host was held up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
-from engine.batch import SchedulerOutput, TransferReport
+from engine.batch import SchedulerOutput, StepResult, TransferReport
 from engine.cache_view import build_cache_view
 from engine.engine import LLMEngine, Runner
+from engine.in_flight import PendingStep
 from engine.metrics import EngineMetricsRegistry, StepTimes
 from engine.protocol import (
     CacheVerified,
@@ -42,33 +47,58 @@ from engine.protocol import (
 Clock = Callable[[], float]
 
 
-@dataclass(slots=True)
-class _Execution:
-    output: SchedulerOutput
-    start: float
-    end: float
-
-
 class StepClock:
-    """A runner that remembers when its last step began and ended."""
+    """A runner that remembers what one call of `step` asked of it, and when."""
 
     def __init__(self, runner: Runner, clock: Clock) -> None:
         self._runner = runner
         self._clock = clock
-        self.last: _Execution | None = None
+        self.forget()
 
-    def execute(self, output: SchedulerOutput) -> Sequence[int | None]:
-        start = self._clock()
-        try:
-            return self._runner.execute(output)
-        finally:
-            self.last = _Execution(output, start, self._clock())
+    def forget(self) -> None:
+        """A new call begins."""
+        self.begin: float | None = None  # when the runner was first asked for something
+        self.end: float | None = None  # when a step was seen to have ended
+        self.launched: SchedulerOutput | None = None
+        self.ended: SchedulerOutput | None = None
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._runner.runs_ahead
+
+    def launch(self, output: SchedulerOutput) -> PendingStep:
+        self._begin()
+        pending = self._runner.launch(output)
+        if not output.sequences:  # nobody waits for it
+            return pending
+        self.launched = output
+        return _TimedStep(partial(self._wait, pending, output))
+
+    def _wait(self, pending: PendingStep, output: SchedulerOutput) -> StepResult:
+        self._begin()
+        result = pending.wait()
+        self.end = self._clock()
+        self.ended = output
+        return result
+
+    def _begin(self) -> float:
+        if self.begin is None:
+            self.begin = self._clock()
+        return self.begin
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        return self._runner.execute(output)
 
     def transfer_report(self) -> TransferReport:
         return self._runner.transfer_report()
 
     def is_same_block(self, block_id: int, payload: memoryview) -> bool:
         return self._runner.is_same_block(block_id, payload)
+
+
+@dataclass(slots=True, frozen=True)
+class _TimedStep:
+    wait: Callable[[], StepResult]
 
 
 class MeasuredEngine:
@@ -98,6 +128,10 @@ class MeasuredEngine:
     def idle(self) -> bool:
         return self._engine.idle()
 
+    @property
+    def is_restoring(self) -> bool:
+        return self._engine.is_restoring
+
     def persist(self) -> None:
         self._engine.persist()
 
@@ -117,21 +151,26 @@ class MeasuredEngine:
         return self._engine.document_stats(query)
 
     def step(self) -> list[Delta | Failure]:
-        self._runner.last = None
+        self._runner.forget()
         start = self._clock()
         outputs = self._engine.step()
         end = self._clock()
-        if (execution := self._runner.last) is not None:
-            self._observe(execution, start, end)
+        if self._runner.launched is not None:
+            self._observe_queue(self._runner.launched, self._runner.begin or start)
+        if self._runner.ended is not None:
+            self._observe_step(self._runner.ended, start, end)
         return [self._annotated(output) for output in outputs]
 
-    def _observe(self, execution: _Execution, start: float, end: float) -> None:
-        for sequence in execution.output.sequences:
+    def _observe_queue(self, launched: SchedulerOutput, at: float) -> None:
+        for sequence in launched.sequences:
             if (arrival := self._arrivals.pop(sequence.request_id, None)) is not None:
-                seconds = self._queued[sequence.request_id] = execution.start - arrival
+                seconds = self._queued[sequence.request_id] = at - arrival
                 self._metrics.observe_queue(seconds)
-        times = StepTimes(execution.start - start, execution.end - execution.start, end - execution.end)
-        self._metrics.observe_step(times, len(execution.output.sequences), *execution.output.num_prefill_and_decode())
+
+    def _observe_step(self, ended: SchedulerOutput, start: float, end: float) -> None:
+        began, done = self._runner.begin or start, self._runner.end or end
+        times = StepTimes(began - start, done - began, end - done)
+        self._metrics.observe_step(times, len(ended.sequences), *ended.num_prefill_and_decode())
 
     def _annotated(self, output: Delta | Failure) -> Delta | Failure:
         if isinstance(output, Failure):

@@ -31,13 +31,16 @@ class RequestState(Enum):
 class Request:
     """A prompt, what has come out so far, and the blocks it holds.
 
-        token_ids     | prompt ................................ | output ...
+        token_ids     | prompt ................................ | output ... | num_pending_tokens, still on the device
         KV            | num_computed_tokens ─────────►|
         in the index  | num_indexed_blocks · block_size ──►|
         block_table   [  ][  ][  ][  ][  ][  ][  ][  ][  ]
 
-    `block_table`, `node`, `num_computed_tokens`, `num_indexed_blocks` and the key fields belong to `KVCacheManager`,
-    `state` to `Scheduler`.
+    `num_computed_tokens` counts what has been given to the device: for whatever is launched later, that KV is in place.
+    In the index, and shared with parallel samples, is only what steps that have ended computed (`num_done_tokens`).
+
+    `block_table`, `node`, `num_indexed_blocks` and the key fields belong to `KVCacheManager`, `state` to `Scheduler`,
+    `num_computed_tokens` to both, in turn; `num_pending_tokens` is raised by `Scheduler` and lowered by `LLMEngine`.
     """
 
     __slots__ = (
@@ -53,10 +56,13 @@ class Request:
         "document_order",
         "indexable",
         "lacked_room",
+        "leader",
         "node",
         "num_bypasses",
         "num_computed_tokens",
+        "num_done_tokens",
         "num_indexed_blocks",
+        "num_pending_tokens",
         "num_prompt_tokens",
         "num_reads",
         "num_resets",
@@ -69,6 +75,7 @@ class Request:
         "sampling",
         "seed",
         "segments",
+        "shares_account",
         "state",
         "submitted_segments",
         "swapped",
@@ -98,10 +105,14 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.state = RequestState.WAITING
         self.account: PromptAccount | None = None  # set at first admission, never again
+        self.leader: Request | None = None  # the first of its parallel samples, whose prompt it shares
+        self.shares_account = False  # with its leader: its prompt is counted there
         self.num_resets = 0  # times a failed integrity check threw it back
 
         self.block_table: array[int] = array("i")
         self.num_computed_tokens = 0
+        self.num_done_tokens = 0
+        self.num_pending_tokens = 0  # sampled, or being sampled, by steps that have not ended
         self.indexable = submit.use_cache
         self.counted = submit.counted
         self.node: Node | None = None  # the locked end of its path in the index
@@ -152,6 +163,16 @@ class Request:
         self.token_ids = unpack_tokens(bytes(self.tokens.packed))
 
     @property
+    def shares_prompt(self) -> bool:
+        """Whether its leader has come as far as its first token: prompt, order of documents and account are settled."""
+        return self.leader is not None and self.leader.num_output_tokens > 0
+
+    @property
+    def awaits_leader(self) -> bool:
+        """Whether the prompt that it shares is still being computed."""
+        return self.leader is not None and self.leader.state is not RequestState.FINISHED and not self.shares_prompt
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
@@ -166,7 +187,7 @@ class Request:
     def forget_blocks(self) -> None:
         """Back to holding nothing, without a word to a cache that no longer exists."""
         self.block_table = array("i")
-        self.num_computed_tokens = self.num_indexed_blocks = 0
+        self.num_computed_tokens = self.num_done_tokens = self.num_indexed_blocks = self.num_pending_tokens = 0
         self.node = self.wanted_node = None
         self.pending_keys = []
         self.awaited_key = self.awaited_read = None

@@ -4,8 +4,9 @@
     /metrics  guard: the metrics' token ──► GatewayMetrics, Engine.metrics_text
     /dashboard  its own login ────────────► HistoryReader, Engine.cache_view
     /v1  guard: tenant of the API key
-      ├─ chat/completions ─► ChatCompletions ─► ChatRetriever (documents) ─► ServedModel (prompt)
-      │                                       ─► ChatCompletionResponse ─► Metering (limits, usage) ─► Engine.generate
+      ├─ chat/completions ─► ChatCompletions ─► ChatRetriever (documents) ─► ServedModel (prompt) ─┐
+      ├─ completions ──────► Completions ─────────────────────────────────► ServedModel (prompt) ─┤
+      │                                            Answer ─► Metering (limits, usage) ─► Engine.generate
       ├─ models ───────────► ServedModels ─► Engine.info
       ├─ usage ────────────► UsagePages ─► store
       └─ files, vector_stores, embeddings, cache/documents ─► RetrievalService ─► store, embedder
@@ -31,10 +32,12 @@ from redis.asyncio import Redis
 from engine.errors import StoreUnavailableError
 from engine.settings import Settings
 from gateway.admin_api import admin_router
+from gateway.answering import Answering
 from gateway.auth import tenant_guard
 from gateway.cache_documents_api import cache_document_routes
 from gateway.chat import ChatCompletions, chat_route
 from gateway.chat_documents import ChatRetriever
+from gateway.completions import Completions, completion_route
 from gateway.connections import with_body_deadline
 from gateway.dashboard.routes import template_config
 from gateway.directory_sync import DirectorySync
@@ -93,8 +96,14 @@ def create_app(
         retrieval = RetrievalService(settings.retrieval, redis, embedder, engine, models)
     metering = Metering(limiter, recorder, settings.usage)
     retriever = ChatRetriever(engine, retrieval)
-    chat = ChatCompletions(engine, models, retriever, drain, tenants, metering, settings.server.max_choices)
-    routes: list[HTTPRouteHandler] = [chat_route(chat), *model_routes(models), own_usage_route(usage)]
+    answering = Answering(engine, models, drain, tenants, metering, settings.server.max_choices)
+    chat = ChatCompletions(answering, retriever)
+    routes: list[HTTPRouteHandler] = [
+        chat_route(chat),
+        completion_route(Completions(answering)),
+        *model_routes(models),
+        own_usage_route(usage),
+    ]
     if retrieval is not None:
         routes += [
             *file_routes(retrieval),
@@ -129,7 +138,7 @@ def create_app(
             if operations is None:  # else it is closed with them, after their last words
                 await store.close()
 
-    probe = ReadinessProbe(engine, drain, store.problem)
+    probe = ReadinessProbe(engine, drain, store.problem, models.current)
     return Litestar(
         route_handlers=[*routers, admin, *health_routes(probe)],
         lifespan=[connections] if operations is None else [operations.lifespan, connections],

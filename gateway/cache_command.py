@@ -154,7 +154,7 @@ def _submit(raw: bytes, directory: TenantDirectory, tenant: Tenant, info: Engine
         raise UnsupportedParameterError(
             "explain does not search collections: give the documents that were found as `documents`", param="retrieval"
         )
-    scopes = PromptScopes.of_request(directory.secret, tenant, request.narrowing, directory.published)
+    scopes = PromptScopes.of_request(directory.secret, tenant, request.body.narrowing, directory.published)
     segments = ServedModel.of(info).prompts.build(request.messages, PromptDocuments(request.documents), scopes)
     return Submit(
         request_id="explain",

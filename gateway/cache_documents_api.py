@@ -1,9 +1,9 @@
 """/v1/cache/documents/{id}: a document as a unit of the cache.
 
 `id` is a file's id, which means all its passages, or one document's own (as a search and a chat name it, or as a client
-gave it). Only what lies under the tenant's own scope is counted and warmed, and for the operator what is public;
-deleting erases all of its KV, under whatever a client has narrowed its scope to. The document itself stays where it
-is: that is /v1/files' matter.
+gave it). Only what lies under the tenant's own scope is counted, in every tier, and warmed; deleting erases all of its
+KV, under whatever a client has narrowed its scope to. To the operator, by its keys or its tenant, what is public
+belongs as well. The document itself stays where it is: that is /v1/files' matter.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from engine.errors import NotFoundError
 from engine.protocol import DocumentUse, GetDocumentStats
 from gateway.engine_port import Engine
 from gateway.http_io import HttpRequest, json_response, tenant_of
+from gateway.prompt_scopes import PUBLIC_OWNER
+from gateway.request_context import request_context
 from gateway.retrieval_service import RetrievalService
 from gateway.retrieval_types import Deleted
+from gateway.tenant_records import Role
 from gateway.tenants import Tenant
 from retrieval.records import chunk_id, document_id_of
 
@@ -86,11 +89,15 @@ def cache_document_routes(retrieval: RetrievalService, engine: Engine, public: b
     """`public`: the scope of what the operator has published."""
     documents = CacheDocuments(retrieval)
 
+    def owns_public(request: HttpRequest) -> bool:
+        caller = request_context(request.scope).caller
+        return caller is not None and (caller.key.role is Role.OPERATOR or retrieval.is_operator(caller.tenant.id))
+
     @get("/cache/documents/{document_id:str}")
     async def retrieve(request: HttpRequest, document_id: FromPath[str]) -> Response[bytes]:
         tenant = tenant_of(request)
         ids = await documents.documents_of(tenant, document_id)
-        scopes = (tenant.scope, public) if retrieval.is_operator(tenant.id) else (tenant.scope,)
+        scopes = (tenant.scope, public) if owns_public(request) else (tenant.scope,)
         asked = GetDocumentStats(query_id=uuid.uuid4().hex, scopes=scopes, document_ids=ids)
         uses = (await engine.document_stats(asked)).documents
         pins = {document_id_of(each) for each in await retrieval.pins.of(tenant.id)}
@@ -121,12 +128,15 @@ def cache_document_routes(retrieval: RetrievalService, engine: Engine, public: b
     async def erase(request: HttpRequest, document_id: FromPath[str]) -> Response[bytes]:
         tenant = tenant_of(request)
         stored = await documents.chunk_ids(tenant, document_id)
-        if stored:
+        if stored and retrieval.is_operator(tenant.id):
             erased = await retrieval.erase(tenant, stored)
         else:
-            erased = await retrieval.erasure.erase(tenant.owner or tenant.id, (document_id,))
-            if erased == 0:
-                raise NotFoundError(f"No such document: {document_id[:100]!r}.")
+            ids = tuple(document_id_of(each) for each in stored) or (document_id,)
+            owners = (tenant.owner or tenant.id, *((PUBLIC_OWNER,) if owns_public(request) else ()))
+            counts = [await retrieval.erasure.erase(owner, ids) for owner in owners]
+            erased = None if None in counts else sum(count for count in counts if count is not None)
+        if erased == 0 and not stored:
+            raise NotFoundError(f"No such document: {document_id[:100]!r}.")
         return json_response(Deleted(id=document_id, object="cache.document.deleted", erased_blocks=erased))
 
     return [retrieve, pin, unpin, warm_now, erase]

@@ -72,7 +72,7 @@ class Outline:
         system = "\n\n".join(message.text for message in request.messages if message.role == "system")
         documents = tuple((document.id, hash((document.title, document.text))) for document in given)
         reasoning = any(message.role == "assistant" and "</think>" in message.text for message in request.messages)
-        return cls(system[:_MAX_CHARACTERS], documents, tuple(sorted(request.narrowing.items())), reasoning)
+        return cls(system[:_MAX_CHARACTERS], documents, tuple(sorted(request.body.narrowing.items())), reasoning)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,13 @@ import msgspec
 from msgspec import Meta
 
 from engine.errors import InvalidRequestError, UnsupportedParameterError
-from gateway.chat_parameters import without_inert
-from gateway.json_body import as_object, as_string, check_count, json_object, refuse_field, wrong_type
+from gateway.generation_fields import GenerationFields, TokenCount, check_min_tokens, read_fields
+from gateway.inert_parameters import CHAT, without_inert
+from gateway.json_body import as_object, as_string, check_count, json_object, wrong_type
 from gateway.prompt import Message, Role
 from gateway.retrieval_request import ChatRetrieval, read_tools
 from retrieval import documents
 from retrieval.documents import Document
-
-StopText = Annotated[str, Meta(min_length=1, max_length=256)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
-Narrowing = Annotated[str, Meta(min_length=1, max_length=512)]
 
 # `developer` is the newer name of the same thing; templates know only `system`.
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -33,43 +29,17 @@ _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "u
 _EMPTY_MESSAGE_FIELDS = frozenset({"annotations", "audio", "function_call", "name", "refusal", "tool_calls"})
 
 
-class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    include_usage: bool = False
-    include_obfuscation: Literal[False] = False  # padding against a listener who counts bytes: not done
-
-
-class ChatBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(GenerationFields, frozen=True, kw_only=True):
     """The fields that are honoured. OpenAI's first, then ours."""
 
-    model: Annotated[str, Meta(min_length=1)]
     messages: list[object]
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1)] = 1
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
-    logit_bias: LogitBias = msgspec.field(default_factory=dict[str, float])
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] = msgspec.field(default_factory=list[StopText])
-    user: Narrowing | None = None
-    prompt_cache_key: Narrowing | None = None
+    max_completion_tokens: TokenCount | None = None
 
-    cache_salt: Narrowing | None = None
     documents: list[object] = msgspec.field(default_factory=list[object])
     document_order: Literal["given", "canonical", "cache"] = "given"  # of `documents`
     pin_top: Annotated[int, Meta(ge=0, le=4096)] = 0
     retrieval: ChatRetrieval | None = None
     tools: list[object] = msgspec.field(default_factory=list[object])
-    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
-    ignore_eos: bool = False
-    use_cache: bool = True
     system_prompt_id: Annotated[str, Meta(min_length=1, max_length=64)] | None = None  # one the operator has published
     cache_report: bool = False
 
@@ -82,21 +52,6 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     documents: tuple[Document, ...]
     retrieval: ChatRetrieval | None
     max_tokens: int | None
-    logit_bias: dict[int, float]
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        return (self.body.stop,) if isinstance(self.body.stop, str) else tuple(self.body.stop)
-
-    @property
-    def include_usage(self) -> bool:
-        return self.body.stream_options is not None and self.body.stream_options.include_usage
-
-    @property
-    def narrowing(self) -> dict[str, str]:
-        """The fields that narrow the scope of this prompt's KV."""
-        fields = {name: getattr(self.body, name) for name in ("cache_salt", "prompt_cache_key", "user")}
-        return {name: value for name, value in fields.items() if value is not None}
 
     @property
     def num_characters(self) -> int:
@@ -106,18 +61,9 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 def parse_chat_request(raw: bytes, content_type: str, max_choices: int) -> ChatRequest:
     """Raises `RequestError` for whatever is wrong with the bytes or what they say."""
     given = json_object(raw, content_type)
-    fields = without_inert(given)
-    try:
-        body = msgspec.convert(fields, ChatBody)
-    except msgspec.ValidationError as error:
-        refuse_field(error)
-    if body.n > max_choices:
-        raise InvalidRequestError(f"`n` is {body.n}, and this server's largest is {max_choices}.", param="n")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("`stream_options` is for `stream: true` only.", param="stream_options")
+    body = read_fields(without_inert(given, CHAT), ChatBody, max_choices)
     max_tokens = _max_tokens(body)
-    if max_tokens is not None and body.min_tokens > max_tokens:
-        raise InvalidRequestError(f"`min_tokens` is above `max_tokens` ({max_tokens}).", param="min_tokens")
+    check_min_tokens(body.min_tokens, max_tokens)
     check_count(body.documents, "documents")
     try:
         docs = documents.parse(body.documents)
@@ -129,15 +75,7 @@ def parse_chat_request(raw: bytes, content_type: str, max_choices: int) -> ChatR
         documents=tuple(docs),
         retrieval=_retrieval(body, use_tools=given.get("tool_choice") != "none"),
         max_tokens=max_tokens,
-        logit_bias={_token_id(key): bias for key, bias in body.logit_bias.items()},
     )
-
-
-def _token_id(key: str) -> int:
-    # The vocabulary's end is checked where the model is known (chat.py).
-    if not (key.isascii() and key.isdigit() and len(key) <= 10):
-        raise InvalidRequestError(f"`logit_bias`: {key[:20]!r} is not a token id.", param="logit_bias")
-    return int(key)
 
 
 def _retrieval(body: ChatBody, *, use_tools: bool) -> ChatRetrieval | None:

@@ -47,6 +47,7 @@ def json_object(raw: bytes, content_type: str) -> dict[str, object]:
 def refuse_field(error: msgspec.ValidationError) -> NoReturn:
     """msgspec's sentence, "Expected `int`, got `str` - at `$.n`", as an error that names the field."""
     what, _, where = str(error).partition(" - at ")
+    where = where.rpartition(" in ")[2]  # "`key` in `$.logit_bias`"
     path = where.strip("`").removeprefix("$").removeprefix(".")
     named = re.search(r"(?:required|unknown) field `(.*)`$", what)
     if named is not None:

@@ -1,4 +1,4 @@
-"""What a chat completion looks like on the wire: OpenAI's objects.
+"""What chat and text completions look like on the wire: OpenAI's objects.
 
 Ours inside them are `retrieval`, `citations` and `cache_report`, and only where they were asked for.
 """
@@ -117,6 +117,25 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     retrieval: RetrievalReport | msgspec.UnsetType = msgspec.UNSET  # with a choice's finish reason
     cache_report: CacheReport | msgspec.UnsetType = msgspec.UNSET  # after the last choice
+
+
+class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: FinishReasonText | None = None
+
+
+class TextCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer, and every chunk of a stream. `usage` as in a chat's chunks."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: tuple[TextChoice, ...]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

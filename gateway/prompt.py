@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from engine.errors import InvalidRequestError
-from engine.protocol import Segment, SegmentKind
+from engine.protocol import Segment, SegmentKind, pack_tokens
 from gateway.chat_template import ChatTemplate, Cut, Turn
 from gateway.prompt_scopes import Level, PromptScopes, narrowing_levels
 from gateway.prompt_tokenizer import PromptTokenizer
@@ -98,6 +98,17 @@ class PromptBuilder:
         if cuts is None:
             return self._uncut(turns, scopes)
         return tuple(self._segments(cuts, laid_out, scopes))
+
+    def build_raw(self, prompt: str | Sequence[int], scopes: PromptScopes) -> tuple[Segment, ...]:
+        """A text that a client wrote as a whole, behind what the tokenizer begins every text with; or its token ids."""
+        scope, owner = scopes.layer(Level.OWN)
+        if not isinstance(prompt, str):
+            return (Segment(SegmentKind.QUESTION, pack_tokens(prompt), scope, owner=owner),)
+        parts = (
+            (SegmentKind.TEMPLATE, self._tokenizer.beginning),
+            (SegmentKind.QUESTION, self._tokenizer.opening_tokens(prompt, scope)),
+        )
+        return tuple(Segment(kind, tokens, scope, owner=owner) for kind, tokens in parts if tokens)
 
     def build_head(self, system: Sequence[Message], document: Document, scopes: PromptScopes) -> tuple[Segment, ...]:
         """The beginning of every prompt in which this document comes first behind this system prompt."""

@@ -41,9 +41,13 @@ class PromptTokenizer:
         control = _control_tokens(spec, template_text)
         self._control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or r"(?!)")
         self._beginning = Tokenizer.from_str(json.dumps(spec))
+        self.beginning = _beginning(self._beginning)  # packed ids of what stands before every text (<s>), if anything
+        self._opening = Tokenizer.from_str(json.dumps(spec))
+        self._opening.encode_special_tokens = True
         _drop_dummy_prefix(spec)
-        self._template = Tokenizer.from_str(json.dumps(spec))
-        self._text = Tokenizer.from_str(json.dumps(spec))
+        without_prefix = json.dumps(spec)
+        self._template = Tokenizer.from_str(without_prefix)
+        self._text = Tokenizer.from_str(without_prefix)
         self._text.encode_special_tokens = True
         self._cache = TokenCache(_CACHED_CHARACTERS)
 
@@ -59,6 +63,10 @@ class PromptTokenizer:
     def text_tokens(self, text: str, scope: bytes) -> bytes:
         """Packed ids of a client's text, free of special tokens."""
         return self._encode(self._text, text, scope)
+
+    def opening_tokens(self, text: str, scope: bytes) -> bytes:
+        """The same for a client's text that a prompt begins with."""
+        return self._encode(self._opening, text, b"opening" + scope)
 
     def encode_text(self, text: str) -> bytes:
         """The same, not cached: for texts whose ids somebody else keeps."""
@@ -120,6 +128,12 @@ def _control_tokens(spec: Json, template_text: str) -> list[str]:
         if token["special"]:
             control.append(content)
     return control
+
+
+def _beginning(tokenizer: Tokenizer) -> bytes:
+    alone, dressed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+    before = next((at for at in range(len(dressed)) if dressed[at : at + len(alone)] == alone), 0)
+    return pack_tokens(dressed[:before])
 
 
 def _drop_dummy_prefix(spec: Json) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 
-from engine.errors import ContextLengthExceededError, EngineUnavailableError
+from engine.errors import ContextLengthExceededError, EngineUnavailableError, InvalidRequestError
 from engine.protocol import EngineInfo, Segment
 from gateway.chat_request import ChatRequest
 from gateway.chat_template import ChatTemplate
@@ -54,18 +54,31 @@ class ServedModel:
         self._check_length(num_tokens(segments))
         return segments
 
-    def max_tokens(self, request: ChatRequest, num_prompt_tokens: int) -> int:
-        """`max_tokens` is an upper bound; the model's context is another."""
-        room = self.info.max_model_len - num_prompt_tokens
-        return room if request.max_tokens is None else min(request.max_tokens, room)
+    async def build_raw_prompt(self, prompt: str | tuple[int, ...], scopes: PromptScopes) -> tuple[Segment, ...]:
+        """A prompt that no template stands around. Raises as `build_prompt`, and for what is no token."""
+        if isinstance(prompt, str) and len(prompt) > _INLINE_CHARACTERS:
+            segments = await asyncio.to_thread(self.prompts.build_raw, prompt, scopes)
+        else:
+            segments = self.prompts.build_raw(prompt, scopes)
+        self._check_length(num_tokens(segments), param="prompt")
+        if not isinstance(prompt, str) and max(prompt) >= self.info.vocab_size:
+            raise InvalidRequestError(
+                f"`prompt`: {max(prompt)} is not a token; the vocabulary has {self.info.vocab_size}.", param="prompt"
+            )
+        return segments
 
-    def _check_length(self, num_prompt_tokens: int) -> None:
+    def max_tokens(self, asked: int | None, num_prompt_tokens: int) -> int:
+        """What a client asks for is an upper bound; the model's context is another."""
+        room = self.info.max_model_len - num_prompt_tokens
+        return room if asked is None else min(asked, room)
+
+    def _check_length(self, num_prompt_tokens: int, param: str = "messages") -> None:
         limit = self.info.max_model_len
         if num_prompt_tokens >= limit:
             raise ContextLengthExceededError(
                 f"The prompt has {num_prompt_tokens} tokens, and this model's context length is {limit} tokens, "
                 "of which at least one is for the answer. Shorten the messages or the documents.",
-                param="messages",
+                param=param,
             )
 
 

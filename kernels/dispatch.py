@@ -10,7 +10,7 @@ import torch
 
 from kernels import reference
 from kernels.cpu import CpuAttention
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import AttentionMetadata, StepPlan
 from kernels.reference import SlotCopy
 
 _DEVICES = {"cpu": "cpu", "triton": "cuda"}
@@ -41,10 +41,15 @@ class AttentionKernels:
     store_kv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
     paged_attention: PagedAttentionKernel
     copy_slots: Callable[[torch.Tensor, Iterable[SlotCopy]], None]
+    max_head_dim: int | None = None  # elements; None: any
+    # Whether a step, of blocks of that size, has prefixes that it pays to read once for several sequences.
+    pays_to_share: Callable[[StepPlan, int], bool] = lambda plan, block_size: False
 
 
-def select_kernels(device: torch.device, name: str = "auto") -> AttentionKernels:
+def select_kernels(device: torch.device, name: str = "auto", *, shares_prefixes: bool = True) -> AttentionKernels:
     """A fresh set for `device`: `cpu`, `triton` or `reference`, by name, or `auto` for the device's fastest.
+
+    `shares_prefixes`: False for steps that are captured, whose work list cannot change.
 
     Raises ValueError for a name that is not there, or that the device cannot run.
     """
@@ -57,15 +62,22 @@ def select_kernels(device: torch.device, name: str = "auto") -> AttentionKernels
     if device.type != _DEVICES[name]:
         raise ValueError(f"the {name} kernels cannot run on {device.type}")
     if name == "triton":
-        return _triton_kernels(device)
+        return _triton_kernels(device, shares_prefixes)
     cpu = CpuAttention()
     return AttentionKernels(name, cpu.store_kv, cpu.paged_attention, cpu.copy_slots)
 
 
-def _triton_kernels(device: torch.device) -> AttentionKernels:
+def _triton_kernels(device: torch.device, shares_prefixes: bool) -> AttentionKernels:
     # Here, because Triton is not there on every platform that the cpu kernels run on, and takes a second to import.
-    from kernels.heuristics import DeviceModel
+    from kernels.heuristics import HEAD_DIMS, DeviceModel
     from kernels.triton_attention import TritonAttention
 
-    kernels = TritonAttention(DeviceModel.of(device))
-    return AttentionKernels("triton", kernels.store_kv, kernels.paged_attention, kernels.copy_slots)
+    kernels = TritonAttention(DeviceModel.of(device), shares_prefixes=shares_prefixes)
+    return AttentionKernels(
+        "triton",
+        kernels.store_kv,
+        kernels.paged_attention,
+        kernels.copy_slots,
+        max_head_dim=HEAD_DIMS[-1],
+        pays_to_share=kernels.pays_to_share,
+    )

@@ -42,7 +42,6 @@ class Told(NamedTuple):
     prompt: int
     cached: int
     output: int | None  # None: its client did not wait for that
-    choices: int
 
 
 def jobs(dice: random.Random, count: int) -> list[Job]:
@@ -71,13 +70,13 @@ def perform(stack: Stack, job: Job) -> Told:
         with http.stream("POST", "/v1/chat/completions", json=job.body, headers=headers) as response:
             prompt, cached = (int(response.headers[f"x-radixgate-{name}-tokens"]) for name in ("prompt", "cached"))
             next(response.iter_raw())
-            return Told(job.tenant, prompt, cached, None, 1)
+            return Told(job.tenant, prompt, cached, None)
     response = http.post("/v1/chat/completions", json=job.body, headers=headers)
     assert response.status_code == 200, response.text
     last = response.text.strip().split("\n\n")[-2].removeprefix("data: ") if job.body.get("stream") else response.text
     usage = json.loads(last)["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Told(job.tenant, usage["prompt_tokens"], cached, usage["completion_tokens"], job.body.get("n", 1))
+    return Told(job.tenant, usage["prompt_tokens"], cached, usage["completion_tokens"])
 
 
 def perform_all(stack: Stack, todo: Sequence[Job]) -> list[Told]:
@@ -127,7 +126,7 @@ def test_responses_usage_metrics_and_engine_agree(tmp_path: Path, empty_store_ur
         assert stack.gateway.http.post("/v1/chat/completions", json=refused, headers=headers).status_code == 400
         stats, usage, metrics = stack.wait_idle(), usage_by_tenant(stack), metrics_by_tenant(stack)
         assert stats.num_preemptions > 0
-        assert stats.num_prompt_tokens == sum(each.prompt * each.choices for each in told)
+        assert stats.num_prompt_tokens == sum(each.prompt for each in told)
         assert sum(counts["num_retries"] for counts in usage.values()) == len(left) > 3
         for tenant in TENANTS:
             mine = [each for each in told if each.tenant == tenant]

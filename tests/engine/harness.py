@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -61,6 +62,8 @@ def engine_info(num_blocks: int, block_size: int, max_model_len: int) -> EngineI
 class Harness:
     """Submits token lists, steps, collects what each request got. Poisons every free block after every step."""
 
+    runs_ahead = False  # the device: see `FakeRunner`; tests run over both
+
     def __init__(
         self,
         num_blocks: int = 64,
@@ -70,7 +73,10 @@ class Harness:
         chunk: int = 16,
         caching: bool = True,
         tiers: TieredCache | None = None,
+        runs_ahead: bool | None = None,
     ) -> None:
+        if runs_ahead is not None:
+            self.runs_ahead = runs_ahead
         settings = EngineSettings(
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -78,7 +84,8 @@ class Harness:
             prefill_chunk_size=chunk,
             enable_prefix_caching=caching,
         )
-        self.runner = FakeRunner(num_blocks, block_size, VOCAB - 1)  # never draws EOS
+        # It never draws EOS.
+        self.runner = FakeRunner(num_blocks, block_size, VOCAB - 1, runs_ahead=self.runs_ahead)
         self.engine = LLMEngine(engine_info(num_blocks, block_size, num_blocks * block_size), settings, self.runner)
         if tiers is not None:
             self.runner.host = tiers.host_slab
@@ -109,6 +116,9 @@ class Harness:
         priority: int = 0,
         document: str | None = None,
         pinned: bool = False,
+        sibling_of: str = "",
+        seed: int | None = None,
+        document_order: Literal["given", "cache"] = "given",
     ) -> str:
         """The first `public` tokens are in the public scope (and the public's), the rest in `scope`.
 
@@ -124,7 +134,7 @@ class Harness:
             for part, who, kind in parts
             if part
         )
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0 if seed is None else 1.0, seed=seed)
         self.engine.add_request(
             Submit(
                 request_id=name,
@@ -134,6 +144,8 @@ class Harness:
                 policy=policy or TenantPolicy(),
                 priority=priority,
                 use_cache=use_cache,
+                sibling_of=sibling_of,
+                document_order=document_order,
                 counted=counted,
             )
         )

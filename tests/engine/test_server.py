@@ -177,6 +177,17 @@ async def test_two_gateways_may_use_the_same_request_id(running: RunningServer, 
         assert texts == ["a" * 300, "b" * 300]
 
 
+async def test_a_sibling_is_looked_for_among_the_requests_of_its_own_gateway(
+    running: RunningServer, endpoint: str
+) -> None:
+    """To name another gateway's request as one's leader must lead to nothing."""
+    async with connected_client(endpoint) as client:
+        await text_of(client, submit_of("a", "x"))
+        await text_of(client, msgspec.structs.replace(submit_of("b", "x"), sibling_of="a"))
+    (leader, sibling) = running.engine.submitted
+    assert (leader.sibling_of, sibling.sibling_of) == ("", leader.request_id)
+
+
 async def test_many_requests_at_once_stay_apart(running: RunningServer, endpoint: str) -> None:
     async with connected_client(endpoint) as client:
         prompts = [f"{index}:" * (index + 1) for index in range(100)]
@@ -270,6 +281,17 @@ async def test_busy_engine_answers_probes_without_work_of_their_own(running: Run
         assert (await client.probe(LIMIT)).ok
         assert [submit.tenant_id for submit in running.engine.submitted] == ["tenant"]
         await generator.aclose()
+
+
+async def test_probes_wait_until_an_earlier_lifes_cache_is_back(running: RunningServer, endpoint: str) -> None:
+    """Ready was said while the cache was still on its way: the first requests after a restart were slow."""
+    running.engine.restoring = True
+    async with connected_client(endpoint) as client:
+        asking = asyncio.create_task(client.probe(LIMIT))
+        assert await text_of(client, submit_of("r", "abc")) == "abc"
+        assert not asking.done()
+        running.engine.restoring = False
+        assert (await asking).ok
 
 
 async def test_long_prefill_answers_probes(running: RunningServer, endpoint: str) -> None:

@@ -169,6 +169,7 @@ def test_n_choices_count_the_prompt_once(gateway: RunningGateway, stream: bool) 
     assert usage.prompt_tokens == sum(len(segment) for segment in submits[0].segments)
     assert submits[0].sampling.seed == 7
     assert len({submit.sampling.seed for submit in submits}) == 3
+    assert [submit.sibling_of for submit in submits] == ["", submits[0].request_id, submits[0].request_id]
     assert all(0 <= (submit.sampling.seed or 0) < 2**63 for submit in submits)
 
 

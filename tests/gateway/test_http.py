@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.chat_parameters import HARMLESS, NEUTRAL, REFUSED
 from gateway.chat_request import ChatBody
+from gateway.inert_parameters import CHAT
 from tests.gateway.conftest import RunningGateway, run_gateway_thread
 from tests.gateway.fake_engine import MODEL, FakeEngine
 
@@ -116,6 +116,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"logprobs": True}, "logprobs", "unsupported_parameter"),
         ({"logit_bias": {"1": 101}}, "logit_bias[...]", "invalid_request"),
         ({"logit_bias": {"the": 1}}, "logit_bias", "invalid_request"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_request"),
         ({"logit_bias": {"1_0": 1}}, "logit_bias", "invalid_request"),
         ({"logit_bias": {"4294967296": 1}}, "logit_bias", "invalid_request"),
         ({"logit_bias": [1]}, "logit_bias", "invalid_request"),
@@ -180,7 +181,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = st.sampled_from(sorted([*ChatBody.__struct_fields__, *NEUTRAL, *HARMLESS, *REFUSED]))
+FIELDS = st.sampled_from(sorted([*ChatBody.__struct_fields__, *CHAT.neutral, *CHAT.harmless, *CHAT.refused]))
 MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system", "tool"]) | JSON, "content": JSON}
 )

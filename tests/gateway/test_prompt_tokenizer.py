@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from engine.protocol import unpack_tokens
 from gateway.prompt_tokenizer import PromptTokenizer, TokenCache
@@ -37,6 +37,20 @@ def test_the_beginning_of_a_prompt_is_tokenized_as_the_tokenizer_does() -> None:
     prompts = PromptTokenizer(tokenizer.to_str().encode(), "")
     expected = tokenizer.encode("<s>a", add_special_tokens=False).ids
     assert unpack_tokens(prompts.template_tokens("<s>a", begins=True)) == expected
+
+
+@pytest.mark.parametrize("prefix", ["normalizer", "pre_tokenizer"])
+def test_a_clients_text_at_the_beginning_is_what_the_tokenizer_makes_of_it_but_for_special_tokens(prefix: str) -> None:
+    """A raw prompt without its <s>, or without the dummy prefix, is no text that the model was trained on."""
+    tokenizer = sentencepiece_like(prefix)
+    special = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", special)])
+    prompts = PromptTokenizer(tokenizer.to_str().encode(), "")
+    ids = unpack_tokens(prompts.beginning + prompts.opening_tokens("a b", b"s"))
+    assert ids == tokenizer.encode("a b").ids
+    assert ids[:2] == [special, tokenizer.token_to_id("▁a")]
+    assert special not in unpack_tokens(prompts.opening_tokens("<s>a", b"s"))
+    assert PromptTokenizer(sentencepiece_like(prefix).to_str().encode(), "").beginning == b""
 
 
 def test_a_rendering_with_clients_texts_is_cached_for_its_scope_and_apart_from_plain_text(

@@ -1,0 +1,141 @@
+"""What every route that generates text does alike: the model it asks for, and the engine requests of its choices.
+
+body ─► Answering.model ─► prompts (the route's own) ─► Answering.answer ─► Answer (answer.py)
+        404                 400                         prompts × n engine requests
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.errors import ModelNotFoundError, ShuttingDownError
+from engine.protocol import Segment, Submit
+from gateway.answer import Answer, AnswerForm, CompletionHeader
+from gateway.drain import Drain
+from gateway.engine_port import Engine
+from gateway.generation_fields import GenerationFields, check_min_tokens
+from gateway.metering import Attempt, Metering
+from gateway.prompt_scopes import PromptScopes
+from gateway.request_timing import RequestTiming
+from gateway.served_model import ServedModel, ServedModels, num_tokens
+from gateway.tenants import Caller, TenantDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """An HTTP request that asks for text."""
+
+    raw: bytes
+    headers: Mapping[str, str]
+    caller: Caller
+    timing: RequestTiming
+
+    @property
+    def content_type(self) -> str:
+        return self.headers.get("content-type", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    segments: tuple[Segment, ...]
+    document_order: Literal["given", "cache"] = "given"
+    pin_top: int = 0
+
+
+class Answering:
+    def __init__(
+        self,
+        engine: Engine,
+        models: ServedModels,
+        drain: Drain,
+        tenants: TenantDirectory,
+        metering: Metering,
+        max_choices: int,
+    ) -> None:
+        self.tenants = tenants
+        self.max_choices = max_choices
+        self._engine = engine
+        self._models = models
+        self._drain = drain
+        self._metering = metering
+
+    def check_open(self) -> None:
+        if self._drain.draining:
+            raise ShuttingDownError("The server is shutting down.")
+
+    async def model(self, body: GenerationFields) -> ServedModel:
+        """The model that a body asks for. Raises `RequestError` for what only the model can tell to be wrong."""
+        model = await self._models.current()
+        if body.model != model.info.model:
+            raise ModelNotFoundError(f"The model `{body.model[:200]}` does not exist.", param="model")
+        body.check_vocabulary(model.info.vocab_size)
+        return model
+
+    def scopes(self, body: GenerationFields, caller: Caller) -> PromptScopes:
+        return PromptScopes.of_request(self.tenants.secret, caller.tenant, body.narrowing, self.tenants.published)
+
+    def header(self, prefix: str, model: ServedModel) -> CompletionHeader:
+        return CompletionHeader(
+            id=f"{prefix}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=model.info.model,
+            system_fingerprint=f"fp_{model.info.fingerprint[:16]}",
+        )
+
+    def answer(
+        self,
+        call: Call,
+        body: GenerationFields,
+        max_tokens: int | None,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        form: AnswerForm,
+        completion_id: str,
+    ) -> Answer:
+        """The choices of the first prompt, then those of the second, …"""
+        tenant = call.caller.tenant
+        lengths = [num_tokens(prompt.segments) for prompt in prompts]
+        limits = [model.max_tokens(max_tokens, length) for length in lengths]
+        submits: list[Submit] = []
+        for prompt, limit in zip(prompts, limits, strict=True):
+            check_min_tokens(body.min_tokens, limit)
+            leader = ""
+            for choice in range(body.n):
+                submits.append(
+                    Submit(
+                        request_id=f"{completion_id}-{len(submits)}",
+                        tenant_id=tenant.id,
+                        segments=prompt.segments,
+                        sampling=body.sampling(limit, choice),
+                        document_order=prompt.document_order,
+                        pin_top=prompt.pin_top,
+                        policy=tenant.record.policy.for_engine(),
+                        priority=tenant.record.policy.priority,
+                        sibling_of=leader,
+                        use_cache=body.use_cache and not tenant.record.policy.no_store,
+                    )
+                )
+                leader = leader or submits[-1].request_id
+        attempt = Attempt(
+            caller=call.caller,
+            request_id=completion_id,
+            model=model.info.model,
+            num_prompt_tokens=sum(lengths),
+            max_output_tokens=sum(limits) * body.n,
+            is_retry=call.headers.get("x-stainless-retry-count", "0") not in ("", "0"),
+            digest=Attempt.digest_of(call.raw),
+        )
+        return Answer(
+            form,
+            submits,
+            self._engine,
+            self._drain,
+            self._metering,
+            attempt,
+            choices_per_prompt=body.n,
+            stream=body.stream,
+        )
