@@ -87,6 +87,7 @@ def _record(tenant: str, at: float, dice: random.Random) -> RequestRecord:
         traceparent="",
         token_intervals=(),
         miss=None,
+        causes=(),
         documents=(DocumentShare(document_id=f"doc-{dice.randrange(400)}", num_tokens=256, num_cached_tokens=128),),
     )
 

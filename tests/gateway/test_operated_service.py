@@ -15,6 +15,7 @@ from typing import cast
 
 import httpx
 import msgspec
+import psutil
 import pytest
 
 from bench.server import RunningServer
@@ -259,6 +260,18 @@ async def test_a_reload_takes_new_tenants_and_refuses_what_needs_a_restart(servi
         answer = await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
         assert answer.status_code == 200
     await refuses_unreadable_settings(service)
+
+
+async def test_a_stop_in_the_middle_of_a_reload_leaves_no_gateway_behind(service: Service) -> None:
+    """The successor belonged to nobody: it was neither a child to be stopped, nor ready to be one."""
+    known = set(psutil.Process().children())
+    service.supervisor.reload()
+    async with asyncio.timeout(LIMIT):
+        while not set(psutil.Process().children()) - known:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    service.supervisor.stop()
+    await asyncio.wait_for(service.serving, LIMIT)
+    assert not [child for child in psutil.Process().children() if child not in known]
 
 
 async def refuses_unreadable_settings(service: Service) -> None:
