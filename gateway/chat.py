@@ -11,7 +11,7 @@ from engine.errors import ContextLengthExceededError, InvalidRequestError
 from engine.protocol import Segment
 from gateway.answer import Answer
 from gateway.answering import Answering, Call, Prompt
-from gateway.cache_report import Outline, PromptHistory, ReportRequest
+from gateway.cache_report import Diagnosis, Outline, PromptHistory
 from gateway.chat_documents import ChatDocuments, ChatRetriever, without_earlier_turns
 from gateway.chat_request import ChatRequest, parse_chat_request
 from gateway.chat_response import ChatForm
@@ -40,8 +40,8 @@ class ChatCompletions:
             documents = await self._retriever.documents(request, call.caller.tenant, scopes, model)
         documents, segments = await _build_prompt(request, documents, scopes, model)
         header = answering.header("chatcmpl", model)
-        report = self._report(request, documents, segments, call)
-        form = ChatForm(header, documents, report, include_usage=request.body.include_usage)
+        diagnosis = self._diagnosis(request, documents, segments, call)
+        form = ChatForm(header, documents, diagnosis, include_usage=request.body.include_usage)
         prompt = Prompt(segments=segments, document_order=documents.engine_order, pin_top=documents.pin_top)
         return answering.answer(call, request.body, request.max_tokens, model, [prompt], form, header.id)
 
@@ -55,14 +55,12 @@ class ChatCompletions:
             raise InvalidRequestError(f"There is no published prompt `{wanted}`.", param="system_prompt_id")
         return replace(request, messages=(Message("system", prompt.text), *request.messages))
 
-    def _report(
+    def _diagnosis(
         self, request: ChatRequest, documents: ChatDocuments, segments: tuple[Segment, ...], call: Call
-    ) -> ReportRequest | None:
+    ) -> Diagnosis:
         outline = Outline.of(request, documents.latest)
-        earlier = self._history.note(call.caller.tenant.id, outline)
-        if not request.body.cache_report and call.headers.get("x-radixgate-cache-report", "0") != "1":
-            return None
-        return ReportRequest(segments, outline, earlier)
+        wanted = request.body.cache_report or call.headers.get("x-radixgate-cache-report", "0") == "1"
+        return Diagnosis(segments, outline, self._history.note(call.caller.tenant.id, outline), wanted)
 
 
 def chat_route(chat: ChatCompletions) -> HTTPRouteHandler:
