@@ -88,7 +88,7 @@ class IoThread:
         return done
 
     def wait(self, seconds: float) -> None:
-        """Until the reads are done, or a good part of them, but not longer than that. At once if something has ended."""
+        """Until the reads are done, or many of them, but not longer than that; at once if something has ended."""
         with self._finished:
             if not self._done and self.num_pending:
                 self._finished.wait(seconds)
