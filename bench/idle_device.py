@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from engine.batch import SchedulerOutput, TransferReport
+from dataclasses import dataclass
+
+from engine.batch import SchedulerOutput, StepResult, TransferReport
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStep:
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
 
 
 class IdleDevice:
     """A runner without a model and without tiers."""
 
-    def execute(self, output: SchedulerOutput) -> list[int | None]:
-        return [1 if sequence.sample else None for sequence in output.sequences]
+    runs_ahead = False
+
+    def launch(self, output: SchedulerOutput) -> EndedStep:
+        return EndedStep(StepResult([1 if sequence.sample else None for sequence in output.sequences]))
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        return self.launch(output).wait()
 
     def transfer_report(self) -> TransferReport:
         return TransferReport(num_done=0, fetched_bytes=0, fetch_seconds=0.0)

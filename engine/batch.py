@@ -15,6 +15,8 @@ class ScheduledSequence:
     token_ids       t0 ──────────────── tN                     all tokens known so far (prompt + output)
     in the cache    [0, num_computed)
     this step                [num_computed, num_computed + num_new)
+
+    With `takes_last` the last new token is not in `token_ids` yet: the step before samples it, it lies on the device.
     """
 
     request_id: str
@@ -26,6 +28,7 @@ class ScheduledSequence:
     seed: int  # of this request; with the token's position it fixes the draw
     num_prompt_tokens: int
     sample: bool  # whether the last new token's logits are sampled (False in the middle of a prefill)
+    takes_last: bool = False
 
     @property
     def end(self) -> int:
@@ -73,6 +76,14 @@ class SchedulerOutput:
     @property
     def is_empty(self) -> bool:
         return not (self.sequences or self.copies or self.offloads or self.fetches)
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """What came out of a step, one entry a sequence."""
+
+    token_ids: list[int | None]  # None: not sampled, or nothing that could be sampled
+    without_logits: frozenset[int] = frozenset()  # sequences whose logits are not finite: their KV is worth nothing
 
 
 @dataclass(slots=True, frozen=True)

@@ -43,7 +43,7 @@ def build_engine(settings: Settings, progress: Progress) -> LLMEngine:
 
 def assemble_engine(loaded: LoadedModel, settings: Settings, progress: Progress) -> LLMEngine:
     """An engine, and the tiers below it, around a model that has been loaded."""
-    runner = build_model_runner(loaded, settings.engine)
+    runner = build_model_runner(loaded, settings.engine, progress)
     info = EngineInfo(
         protocol_version=PROTOCOL_VERSION,
         incarnation=new_incarnation(),

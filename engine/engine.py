@@ -1,13 +1,23 @@
 """The engine: `step()` = schedule → execute → postprocess.
 
-    add_request ─► Scheduler.waiting ─► schedule ─► ModelRunner.execute ─► postprocess ─► Delta | Failure
-                                           ▲              │ raises              │
-                                           │              ▼                     │ cache_blocks, append, stop?
-                                           └──────── recover ◄──────────────────┘ InvariantError
+    add_request ─► Scheduler.waiting ─► schedule ─► ModelRunner.launch ─► wait ─► postprocess ─► Delta | Failure
+                                           ▲              │ raises                   │
+                                           │              ▼                          │ cache_blocks, append, stop?
+                                           └──────── recover ◄───────────────────────┘ InvariantError
+
+On a device that runs ahead, a step is prepared while the one before it runs:
+
+    host      schedule 1, launch │ schedule 2, launch │ wait 1, postprocess │ schedule 3, launch │ wait 2, …
+    device                       └── 1 ───────────────────► 2 ─────────────────────────────────► 3
+
+Step 2 takes the tokens of step 1 from where they are, on the device. What step 1 tells is acted upon one step later: a
+request that it ended has had a part in step 2, whose token is thrown away; its blocks go back at once, for whoever gets
+them writes to them in step 3 at the earliest. Only what a step that has ended computed is indexed. On a CPU nothing
+runs ahead (`launch` returns when all is done) and the same loop waits for each step before it schedules the next.
 
 What can go wrong, and what then:
     the step raises          its requests end with `EngineStepError`; what they computed in it was never indexed
-    a row has no finite      that request ends; the others of the step have not moved and are computed again
+    a row has no finite      that request ends, and what it computed is not indexed
       logits
     our bookkeeping fails    the cache is dropped: a new pool and index; every request starts over, keeping the text
                              it has (at most MAX_RESETS times, then it ends with an error). The process lives.
@@ -24,11 +34,11 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from engine.batch import ScheduledSequence, SchedulerOutput, TransferReport
+from engine.batch import ScheduledSequence, SchedulerOutput, StepResult, TransferReport
 from engine.erasure import Selection
 from engine.errors import (
     ContextLengthExceededError,
@@ -38,6 +48,7 @@ from engine.errors import (
     OverloadedError,
     RadixgateError,
 )
+from engine.in_flight import PendingStep, StepInFlight
 from engine.kv_cache_manager import KVCacheManager
 from engine.output_stream import OutputRules, OutputStream
 from engine.prefill_speed import PrefillSpeed
@@ -57,8 +68,7 @@ from engine.protocol import (
     Submit,
     TenantPolicy,
 )
-from engine.request import Request
-from engine.sampler import NonFiniteLogitsError
+from engine.request import Request, RequestState
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.settings import EngineSettings
 from engine.tiers.tier_stats import index_stats, tier_stats
@@ -72,9 +82,18 @@ DISK_WAIT = 0.005  # seconds that a step with nothing to compute waits for the d
 
 
 class Runner(Protocol):
-    """The device. `execute` returns one entry a sequence: the sampled token, None where `sample` is False."""
+    """The device. Steps run in the order in which they are launched."""
 
-    def execute(self, output: SchedulerOutput) -> Sequence[int | None]: ...
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `launch` returns before the step is done."""
+        ...
+
+    def launch(self, output: SchedulerOutput) -> PendingStep: ...
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """`launch`, and wait."""
+        ...
 
     def transfer_report(self) -> TransferReport:
         """What has become of the offloads and fetches of the steps so far; after a failed step, of that one, too."""
@@ -117,6 +136,9 @@ class LLMEngine:
         self._streams: dict[str, OutputStream] = {}
         self._arrivals = 0
         self._broken: Exception | None = None  # found between steps
+        self._in_flight: deque[StepInFlight] = deque()
+        self._max_in_flight = int(runner.runs_ahead and settings.async_scheduling)  # while the next one is prepared
+        self._last_end = 0.0  # when the last step ended
         self.tiers: TieredCache | None = None
         self._is_persisting = False
         self.scheduler = self._new_scheduler()
@@ -138,6 +160,7 @@ class LLMEngine:
             prefill_chunk_size=settings.prefill_chunk_size,
             cached_token_weight=settings.cached_token_weight,
             output_token_weight=settings.output_token_weight,
+            max_model_len=self._info.max_model_len,
         )
         return Scheduler(limits, manager)
 
@@ -213,7 +236,7 @@ class LLMEngine:
             self._broken = error
 
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._in_flight)
 
     # ------------------------------------------------------------------ one step
 
@@ -225,24 +248,12 @@ class LLMEngine:
             output = self._schedule()
         except Exception as error:  # noqa: BLE001  a bug of ours, whatever its type: the requests must not pay for it
             return self._reset_cache(error)
-        if not output.sequences:
+        if not output.sequences and not self._in_flight:
             return self._step_without_sequences(output)
-        self._counters.num_steps += 1
-        try:
-            started = time.monotonic()
-            tokens = self._execute(output)
-            self._speed.note(output, time.monotonic() - started)
-        except NonFiniteLogitsError as error:
-            return self._fail_rows(output, error)
-        except Exception as error:  # noqa: BLE001  whatever it was, the other requests go on
-            return self._fail_step(output, error)
-        deltas: list[Delta | Failure] = []
-        try:
-            for sequence, token_id in zip(output.sequences, tokens, strict=True):
-                self._postprocess(sequence, token_id, deltas)
-        except Exception as error:  # noqa: BLE001
-            return deltas + self._reset_cache(error)
-        return deltas
+        messages = self._launch(output)
+        if len(self._in_flight) > self._max_in_flight or not output.sequences:
+            messages += self._postprocess(self._in_flight.popleft())
+        return messages
 
     def _schedule(self) -> SchedulerOutput:
         if self.tiers is None:
@@ -252,23 +263,21 @@ class LLMEngine:
         self.tiers.begin_step(output)
         return output
 
-    def _execute(self, output: SchedulerOutput) -> Sequence[int | None]:
-        started = time.perf_counter()
+    def _launch(self, output: SchedulerOutput) -> list[Delta | Failure]:
+        """Give a step to the device; failures when it does not take it."""
+        if output.is_empty:
+            return []
+        requests = [self._requests[sequence.request_id] for sequence in output.sequences]
+        self._counters.num_steps += bool(requests)
         try:
-            tokens = self.runner.execute(output)
-        except NonFiniteLogitsError:
-            self._settle_transfers()  # they came before the logits
-            raise
-        except Exception:
-            if self.tiers is not None and (output.offloads or output.fetches):
-                self.tiers.fail_step()
+            pending = self.runner.launch(output)
+        except Exception as error:  # noqa: BLE001  whatever it was, the other requests go on
+            return self._fail_step(output, requests, error)
+        if requests:
+            self._in_flight.append(StepInFlight(output, requests, pending))
+        else:
             self._settle_transfers()
-            raise
-        self._settle_transfers()
-        if self.tiers is not None and any(sequence.sample and sequence.num_new > 1 for sequence in output.sequences):
-            num_new = sum(sequence.num_new for sequence in output.sequences)
-            self.tiers.gate.prefill.observe(num_new, time.perf_counter() - started)
-        return tokens
+        return []
 
     def _settle_transfers(self) -> None:
         if self.tiers is None:
@@ -279,13 +288,9 @@ class LLMEngine:
             self._broken = error
 
     def _step_without_sequences(self, output: SchedulerOutput) -> list[Delta | Failure]:
+        """With nothing in flight, either."""
         if not output.is_empty:
-            try:
-                self._execute(output)
-            except Exception:
-                logger.exception("blocks could not be moved between the tiers")
-                self._counters.num_step_failures += 1
-            return []
+            return self._launch(output)
         if self.scheduler.is_reading and self.tiers is not None:
             self._settle_transfers()
             self.tiers.wait(DISK_WAIT)
@@ -294,21 +299,52 @@ class LLMEngine:
         stalled = f"I10: {len(self._requests)} requests are here and none of them can go on"
         return self._reset_cache(InvariantError(stalled)) if self._requests else []
 
-    def _postprocess(self, sequence: ScheduledSequence, token_id: int | None, deltas: list[Delta | Failure]) -> None:
-        request = self._requests[sequence.request_id]
-        request.num_computed_tokens = sequence.end
-        self._counters.num_computed_tokens += sequence.num_new
-        self.scheduler.manager.cache_blocks(request)
+    def _postprocess(self, step: StepInFlight) -> list[Delta | Failure]:
+        """Wait for the oldest step in flight, and act upon what came out of it."""
+        try:
+            result = step.pending.wait()
+        except Exception as error:  # noqa: BLE001  as in `_launch`
+            return self._fail_step(step.output, step.requests, error)
+        self._note_end(step)
+        self._counters.num_step_failures += bool(result.without_logits)
+        messages: list[Delta | Failure] = []
+        try:
+            for index, (sequence, request) in enumerate(step.with_requests()):
+                if self._requests.get(request.request_id) is not request:
+                    continue  # it ended while this step ran
+                if index in result.without_logits:
+                    messages.append(self._fail_row(request))
+                else:
+                    self._advance(request, sequence, result.token_ids[index], messages)
+        except Exception as error:  # noqa: BLE001
+            return messages + self._reset_cache(error)
+        return messages
+
+    def _note_end(self, step: StepInFlight) -> None:
+        now = time.monotonic()
+        seconds, self._last_end = now - max(step.launched_at, self._last_end), now
+        self._counters.num_computed_tokens += step.num_tokens
+        self._speed.note(step.output, seconds)
+        self._settle_transfers()
+        if self.tiers is not None and step.ends_a_prefill:
+            self.tiers.gate.prefill.observe(step.num_tokens, seconds)
+
+    def _advance(
+        self, request: Request, sequence: ScheduledSequence, token_id: int | None, messages: list[Delta | Failure]
+    ) -> None:
+        request.num_pending_tokens -= sequence.sample
+        if request.state is RequestState.RUNNING:  # else it was preempted while the step ran, and holds no block
+            self.scheduler.manager.cache_blocks(request, sequence.end)
         if token_id is None:
             return
         try:
             delta = self._push(request, token_id)
         except Exception:
             logger.exception("the output of request %s cannot be made; it ends", request.request_id)
-            deltas.append(self._fail(request, EngineStepError("this request's output could not be made into text")))
+            messages.append(self._fail(request, EngineStepError("this request's output could not be made into text")))
             return
         if delta is not None:
-            deltas.append(delta)
+            messages.append(delta)
 
     def _push(self, request: Request, token_id: int) -> Delta | None:
         request.append_output(token_id)
@@ -334,24 +370,26 @@ class LLMEngine:
         self._counters_of(request).num_requests_failed += 1
         return Failure(request_id=request.request_id, code=error.code, message=error.message, param=error.param)
 
-    def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[Delta | Failure]:
-        logger.exception("step %d failed; its %d requests end", self._counters.num_steps, len(output.sequences))
+    def _fail_step(self, output: SchedulerOutput, requests: list[Request], error: Exception) -> list[Delta | Failure]:
+        logger.error("a step failed; its %d requests end", len(requests), exc_info=error)
         self._counters.num_step_failures += 1
+        if self.tiers is not None:
+            self.tiers.fail_step(output)
+        self._settle_transfers()
         failure = EngineStepError(f"the step that computed this request failed ({type(error).__name__})")
-        return [self._fail(self._requests[sequence.request_id], failure) for sequence in output.sequences]
+        living = [request for request in requests if self._requests.get(request.request_id) is request]
+        return [self._fail(request, failure) for request in living]
 
-    def _fail_rows(self, output: SchedulerOutput, error: NonFiniteLogitsError) -> list[Delta | Failure]:
-        sampled: list[ScheduledSequence] = [sequence for sequence in output.sequences if sequence.sample]
-        logger.error("step %d: no finite logits in %d rows", self._counters.num_steps, len(error.row_indices))
-        self._counters.num_step_failures += 1
-        failure = EngineStepError("the model's output for this request is not a number")
-        return [self._fail(self._requests[sampled[row].request_id], failure) for row in error.row_indices]
+    def _fail_row(self, request: Request) -> Failure:
+        logger.error("request %s: its logits are not finite", request.request_id)
+        return self._fail(request, EngineStepError("the model's output for this request is not a number"))
 
     def _reset_cache(self, error: Exception) -> list[Delta | Failure]:
         """Our bookkeeping cannot be trusted any more: drop all of it and compute again what is under way."""
         logger.error("the cache is dropped: %s", error, exc_info=error)
         self._counters.num_integrity_failures += 1
         self._broken = None
+        self._in_flight.clear()  # what it computes lies in blocks of a table that is not trusted
         self._keep_counts()
         if self.tiers is not None:
             for request in self._requests.values():
@@ -378,7 +416,7 @@ class LLMEngine:
 
     def forget_everything(self) -> None:
         """An empty cache and counts from zero, as if nothing had ever been asked. Only without requests."""
-        if self._requests:
+        if self.has_work():
             raise InvariantError(f"I10: {len(self._requests)} requests would lose their blocks")
         self._counters = Counters()
         self.scheduler = self._new_scheduler()

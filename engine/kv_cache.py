@@ -56,6 +56,7 @@ class DeviceMemory:
     total: int
     used_by_others: int  # other processes, and what the driver keeps
     peak: int  # of our own tensors: weights and the activations of the largest batch
+    graphs: int = 0  # what captured graphs keep for themselves
 
 
 def allocate_kv_cache(layout: KVCacheLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
@@ -80,14 +81,15 @@ def num_blocks_on_cpu(layout: KVCacheLayout, settings: EngineSettings) -> int:
 
 
 def num_blocks_on_gpu(layout: KVCacheLayout, settings: EngineSettings, memory: DeviceMemory) -> int:
-    budget = int(memory.total * settings.gpu_memory_utilization) - memory.used_by_others - memory.peak
+    allowed = int(memory.total * settings.gpu_memory_utilization)
+    budget = allowed - memory.used_by_others - memory.peak - memory.graphs
     num_blocks = max(budget, 0) // layout.bytes_per_block
     if num_blocks < MIN_BLOCKS:
         raise ConfigError(
             f"engine.gpu_memory_utilization = {settings.gpu_memory_utilization} of {memory.total} bytes leaves "
-            f"{max(budget, 0)} bytes for KV beside {memory.peak} of weights and activations and "
-            f"{memory.used_by_others} of others, too few for {MIN_BLOCKS} blocks of {layout.bytes_per_block} bytes: "
-            "raise it, make engine.max_num_batched_tokens smaller, or take a smaller model",
+            f"{max(budget, 0)} bytes for KV beside {memory.peak} of weights and activations, {memory.graphs} of graphs "
+            f"and {memory.used_by_others} of others, too few for {MIN_BLOCKS} blocks of {layout.bytes_per_block} "
+            "bytes: raise it, make engine.max_num_batched_tokens smaller, or take a smaller model",
             param="engine.gpu_memory_utilization",
         )
     return num_blocks

@@ -483,14 +483,14 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------ after the step
 
-    def cache_blocks(self, request: Request) -> None:
-        """Make the full blocks that have been computed findable.
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Make the full blocks of the first `num_tokens`, whose KV is known to be in place, findable.
 
         table before   [ A ][ x ][ y ][ z ]      x: computed here, but the index got the same block first
         index          [ A ][ B ]
         table after    [ A ][ B ][ y ][ z ]      x is free again; y (if full) is in the index now (I2)
         """
-        first, last = request.num_indexed_blocks, request.num_computed_tokens // self.block_size
+        first, last = request.num_indexed_blocks, num_tokens // self.block_size
         if first >= last or not (self.caching and request.indexable):
             return
         assert request.node is not None

@@ -8,7 +8,8 @@
 
 The order is that of transformers and vLLM; only the repetition penalty makes it matter. What a row has said is read
 from its token ids, so nothing has to be kept from step to step, and a preempted request is penalised as before. Each
-operation is on one element, rounded once, so a row's bits do not depend on the rows beside it.
+operation is on one element, rounded once, so a row's bits do not depend on the rows beside it. Penalties need every token
+before the one that is drawn: such a request takes part in no step that is prepared before the last one is known.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine.batch import ScheduledSequence
 from engine.protocol import SamplingParams
+from kernels.upload import upload
 
 
 def process_logits(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
@@ -29,33 +31,27 @@ def process_logits(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
     if not chosen:
         return logits
     processed = logits.to(torch.float32, copy=True)
-    asked = [rows[index] for index in chosen]
-    part = processed[chosen]  # [R, V]
+    indices, asked = upload(torch.tensor(chosen), logits.device), [rows[index] for index in chosen]
+    part = processed[indices]  # [R, V]
     _add_bias(part, asked)
-    processed[chosen] = _penalise(part, asked)
-    return processed
+    return processed.index_copy_(0, indices, _penalise(part, asked))
 
 
 def is_processed(sampling: SamplingParams) -> bool:
-    return bool(sampling.logit_bias) or _is_penalised(sampling)
-
-
-def _is_penalised(sampling: SamplingParams) -> bool:
-    penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty)
-    return penalties != (0.0, 0.0, 1.0)
+    return bool(sampling.logit_bias) or sampling.reads_output
 
 
 def _add_bias(logits: Tensor, rows: Sequence[ScheduledSequence]) -> None:
     entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.sampling.logit_bias.items()]
     if entries:
         row_indices, token_ids, biases = zip(*entries, strict=True)
-        at = (torch.tensor(row_indices, device=logits.device), torch.tensor(token_ids, device=logits.device))
-        logits[at] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+        places = upload(torch.tensor([row_indices, token_ids]), logits.device)  # [2, entries]
+        logits[places[0], places[1]] += upload(torch.tensor(biases, dtype=logits.dtype), logits.device)
 
 
 def _penalise(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
     """`logits` [R, V] with the three penalties; they are 1, 0 and 0 for a row that only has a bias."""
-    if not any(_is_penalised(row.sampling) for row in rows):
+    if not any(row.sampling.reads_output for row in rows):
         return logits
     in_output = _count_tokens([_output_of(row) for row in rows], logits)
     factor = _column((row.sampling.repetition_penalty for row in rows), logits)
@@ -78,10 +74,10 @@ def _count_tokens(token_ids: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
     vocab_size = logits.shape[1]
     # One column more than the vocabulary, for the padding.
     padded = pad_sequence([torch.tensor(ids, dtype=torch.long) for ids in token_ids], True, vocab_size)
+    padded = upload(padded, logits.device)
     counts = torch.zeros(len(token_ids), vocab_size + 1, dtype=logits.dtype, device=logits.device)
-    padded = padded.to(logits.device)
     return counts.scatter_add_(1, padded, torch.ones_like(padded, dtype=logits.dtype))[:, :vocab_size]
 
 
 def _column(values: Iterable[float], logits: Tensor) -> Tensor:
-    return torch.tensor(list(values), dtype=logits.dtype, device=logits.device)[:, None]
+    return upload(torch.tensor(list(values), dtype=logits.dtype), logits.device)[:, None]

@@ -8,19 +8,26 @@
 `StepClock` stands in the runner's place, so the three phases are known without a line in the engine's own code: what
 lies before the runner is scheduling, what lies after it is postprocessing. Rejected: timers inside `LLMEngine.step`,
 which would bury what it does under what it takes.
+
+On a device that runs ahead, one call of `step` launches a step and waits for the one before: the phases are the call's,
+and "execute" is how long the host was held up. A step's own time, for the speed of prefill, begins with its launch or
+with the end of the step before it, whichever is later.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
-from engine.batch import SchedulerOutput, TransferReport
+from engine.batch import SchedulerOutput, StepResult, TransferReport
 from engine.cache_view import build_cache_view
 from engine.engine import LLMEngine, Runner
+from engine.in_flight import PendingStep
 from engine.metrics import EngineMetricsRegistry, StepTimes
 from engine.protocol import (
     CacheVerified,
@@ -45,33 +52,66 @@ _MIN_PREFILL = 32  # tokens; a smaller step says more about overhead than about 
 _DECAY = 0.98  # of what is known, a step: the last 50 prefill steps count most
 
 
-@dataclass(slots=True)
-class _Execution:
+@dataclass(slots=True, frozen=True)
+class EndedStep:
     output: SchedulerOutput
-    start: float
-    end: float
+    seconds: float  # on the device
 
 
 class StepClock:
-    """A runner that remembers when its last step began and ended."""
+    """A runner that remembers what one call of `step` asked of it, and when."""
 
     def __init__(self, runner: Runner, clock: Clock) -> None:
         self._runner = runner
         self._clock = clock
-        self.last: _Execution | None = None
+        self._last_end = -math.inf
+        self.forget()
 
-    def execute(self, output: SchedulerOutput) -> Sequence[int | None]:
-        start = self._clock()
-        try:
-            return self._runner.execute(output)
-        finally:
-            self.last = _Execution(output, start, self._clock())
+    def forget(self) -> None:
+        """A new call begins."""
+        self.begin: float | None = None  # when the runner was first asked for something
+        self.end: float | None = None  # when a step was seen to have ended
+        self.launched: SchedulerOutput | None = None
+        self.ended: EndedStep | None = None
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._runner.runs_ahead
+
+    def launch(self, output: SchedulerOutput) -> PendingStep:
+        launched_at = self._begin()
+        pending = self._runner.launch(output)
+        if not output.sequences:  # nobody waits for it
+            return pending
+        self.launched = output
+        return _TimedStep(partial(self._wait, pending, output, launched_at))
+
+    def _wait(self, pending: PendingStep, output: SchedulerOutput, launched_at: float) -> StepResult:
+        self._begin()
+        result = pending.wait()
+        self.end = self._clock()
+        self.ended = EndedStep(output, self.end - max(launched_at, self._last_end))
+        self._last_end = self.end
+        return result
+
+    def _begin(self) -> float:
+        if self.begin is None:
+            self.begin = self._clock()
+        return self.begin
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        return self._runner.execute(output)
 
     def transfer_report(self) -> TransferReport:
         return self._runner.transfer_report()
 
     def is_same_block(self, block_id: int, payload: memoryview) -> bool:
         return self._runner.is_same_block(block_id, payload)
+
+
+@dataclass(slots=True, frozen=True)
+class _TimedStep:
+    wait: Callable[[], StepResult]
 
 
 class PrefillSpeed:
@@ -143,27 +183,33 @@ class MeasuredEngine:
         return self._engine.document_stats(query)
 
     def step(self) -> list[Delta | Failure]:
-        self._runner.last = None
+        self._runner.forget()
         start = self._clock()
         outputs = self._engine.step()
         end = self._clock()
-        if (execution := self._runner.last) is not None:
-            self._observe(execution, start, end)
+        if self._runner.launched is not None:
+            self._observe_queue(self._runner.launched, self._runner.begin or start)
+        if self._runner.ended is not None:
+            self._observe_step(self._runner.ended, start, end)
         return [self._annotated(output) for output in outputs]
 
-    def _observe(self, execution: _Execution, start: float, end: float) -> None:
+    def _observe_queue(self, launched: SchedulerOutput, at: float) -> None:
+        for sequence in launched.sequences:
+            if (arrival := self._arrivals.pop(sequence.request_id, None)) is not None:
+                seconds = self._queued[sequence.request_id] = at - arrival
+                self._metrics.observe_queue(seconds)
+
+    def _observe_step(self, ended: EndedStep, start: float, end: float) -> None:
         num_prefill = num_decode = 0
-        for sequence in execution.output.sequences:
+        for sequence in ended.output.sequences:
             if sequence.num_computed >= sequence.num_prompt_tokens:
                 num_decode += sequence.num_new
             else:
                 num_prefill += sequence.num_new
-            if (arrival := self._arrivals.pop(sequence.request_id, None)) is not None:
-                seconds = self._queued[sequence.request_id] = execution.start - arrival
-                self._metrics.observe_queue(seconds)
-        self.prefill_speed.observe(num_prefill, num_decode, execution.end - execution.start)
-        times = StepTimes(execution.start - start, execution.end - execution.start, end - execution.end)
-        self._metrics.observe_step(times, len(execution.output.sequences), num_prefill, num_decode)
+        self.prefill_speed.observe(num_prefill, num_decode, ended.seconds)
+        began, done = self._runner.begin or start, self._runner.end or end
+        times = StepTimes(began - start, done - began, end - done)
+        self._metrics.observe_step(times, len(ended.output.sequences), num_prefill, num_decode)
 
     def _annotated(self, output: Delta | Failure) -> Delta | Failure:
         if isinstance(output, Failure):

@@ -97,6 +97,7 @@ class AttentionFacts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    has_full_attention: bool  # in some layer: one without a window
 
     def layout(self, block_size: int, dtype: torch.dtype) -> KVCacheLayout:
         return KVCacheLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
@@ -174,7 +175,8 @@ def _common_facts(name: str, calls: list[AttentionCall]) -> AttentionFacts:
             f"the layers of {name} differ in (heads, KV heads, head size): {sorted(shapes)}; blocks need one shape"
         )
     ((num_heads, num_kv_heads, head_dim),) = shapes
-    return AttentionFacts(len(calls), num_heads, num_kv_heads, head_dim)
+    has_full_attention = any(call.sliding_window is None for call in calls)
+    return AttentionFacts(len(calls), num_heads, num_kv_heads, head_dim, has_full_attention)
 
 
 def _use_attention(model: PreTrainedModel, name: str) -> None:

@@ -60,6 +60,7 @@ class LoadedModel:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    has_full_attention: bool
     block_size: int  # the layout that the fingerprint is for
     max_model_len: int  # the model's own limit, in tokens
     vocab_size: int
@@ -122,6 +123,7 @@ def load_model(
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,
         head_dim=facts.head_dim,
+        has_full_attention=facts.has_full_attention,
         block_size=block_size,
         max_model_len=max_model_len,
         vocab_size=text.vocab_size,

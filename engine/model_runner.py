@@ -6,8 +6,13 @@
     logits               ▲     ▲                       [2, V]    only rows that are sampled: C is in mid-prefill
 
 Transfers between the tiers and copies run before the forward pass, because the step writes into their targets
-(`engine/batch.py` says in which order). Nothing is kept from step to step but
-the KV cache, so a step that failed leaves nothing to clean up here.
+(`engine/batch.py` says in which order). Nothing is kept from step to step but the KV cache and the tokens that were
+sampled last, so a step that failed leaves nothing to clean up here.
+
+`launch` puts a step into the device's queue and returns. On a GPU nothing in it waits for the device: the next step may
+be launched before this one is done, and takes its sequences' last tokens from `_last_tokens`, where this one will have
+put them. `PendingStep.wait` is where the host meets the device, once a step. A step that only decodes, as most do, runs
+as a captured graph (`engine/decode_graphs.py`).
 
 One forward pass for prefill and decode together, not two: the linear layers, which are most of the work, then see all
 rows at once.
@@ -15,26 +20,53 @@ rows at once.
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
 import torch
 
 from engine.attention import PagedAttention, forward_packed
-from engine.batch import ScheduledSequence, SchedulerOutput, TransferReport
+from engine.batch import ScheduledSequence, SchedulerOutput, StepResult, TransferReport
 from engine.block_transfer import BlockTransfer, CpuBlockTransfer, CudaCopyStream, StreamBlockTransfer, host_tensor
-from engine.kv_cache import DeviceMemory, allocate_kv_cache, num_blocks_on_cpu, num_blocks_on_gpu
+from engine.decode_graphs import CudaCapturer, DecodeGraphs, graph_sizes
+from engine.kv_cache import (
+    DeviceMemory,
+    allocate_kv_cache,
+    fit_max_model_len,
+    num_blocks_on_cpu,
+    num_blocks_on_gpu,
+)
+from engine.load_progress import Progress
 from engine.model_loader import LoadedModel
 from engine.protocol import SamplingParams
-from engine.sampler import Sampler
+from engine.sampler import FetchedTokens, SampledTokens, Sampler
 from engine.settings import EngineSettings
+from engine.step_inputs import StepInputs, pack_step, resolve_tokens
 from kernels.dispatch import AttentionKernels, select_kernels
-from kernels.metadata import AttentionMetadata
+from kernels.upload import upload
+
+logger = logging.getLogger(__name__)
 
 # Of the largest value in a block: what rounding leaves between two ways to batch the same tokens.
 _KV_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class PendingStep:
+    """A step in the device's queue."""
+
+    def __init__(self, sequences: Sequence[ScheduledSequence], fetched: FetchedTokens | None) -> None:
+        self._sampled = [sequence.sample for sequence in sequences]
+        self._fetched = fetched
+
+    def wait(self) -> StepResult:
+        """Returns when the device is done with the step."""
+        tokens = iter(self._fetched.wait() if self._fetched is not None else [])
+        token_ids = [next(tokens) if sampled else None for sampled in self._sampled]
+        lost = (i for i, sampled in enumerate(self._sampled) if sampled and token_ids[i] is None)
+        return StepResult(token_ids, frozenset(lost))
 
 
 class ModelRunner:
@@ -46,6 +78,7 @@ class ModelRunner:
         kv_cache: torch.Tensor,  # [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]
         kernels: AttentionKernels,
         sampler: Sampler,
+        max_num_seqs: int,
     ) -> None:
         self.kv_cache = kv_cache
         self._model = loaded.model
@@ -55,6 +88,17 @@ class ModelRunner:
         self._kernels = kernels
         self._sampler = sampler
         self._transfer: BlockTransfer | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=loaded.device)
+        self._last_rows: dict[str, int] = {}  # request id → its row there
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `launch` returns before the step is done."""
+        return self._device.type == "cuda"
+
+    def attach_graphs(self, graphs: DecodeGraphs) -> None:
+        self._graphs = graphs
 
     def attach_host_memory(self, buffer: memoryview) -> None:
         """A host slab of blocks of this cache's size; pinned, if this is a GPU."""
@@ -78,16 +122,30 @@ class ModelRunner:
     def num_blocks(self) -> int:
         return self.kv_cache.shape[0]
 
-    def execute(self, output: SchedulerOutput) -> list[int | None]:
-        """Run one step; the sampled token of each sequence, None where it was not to be sampled."""
+    # ------------------------------------------------------------------ a step
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Run one step to its end."""
+        return self.launch(output).wait()
+
+    def launch(self, output: SchedulerOutput) -> PendingStep:
+        """Begin a step; it runs after those that were launched before."""
         with torch.inference_mode():
             self._move_blocks(output)
-            if not output.sequences:
-                return []
-            logits = self.forward_logits(output.sequences)
             rows = [sequence for sequence in output.sequences if sequence.sample]
-            tokens = iter(self._sampler.sample(logits, rows, self._eos_token_ids) if rows else [])
-        return [next(tokens) if sequence.sample else None for sequence in output.sequences]
+            fetched = None
+            if output.sequences:
+                logits = self.forward_logits(output.sequences)
+                if rows:
+                    sampled = self._sampler.sample(logits, rows, self._eos_token_ids)
+                    self._keep_tokens(sampled, rows)
+                    fetched = FetchedTokens(sampled)
+        return PendingStep(output.sequences, fetched)
+
+    def _keep_tokens(self, sampled: SampledTokens, rows: Sequence[ScheduledSequence]) -> None:
+        """For the next step, which may be put together before these tokens are known on the host."""
+        self._last_tokens[: len(rows)].copy_(sampled.token_ids)
+        self._last_rows = {row.request_id: index for index, row in enumerate(rows)}
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         transfer = self._transfer if output.offloads or output.fetches else None
@@ -108,38 +166,61 @@ class ModelRunner:
 
     def forward_logits(self, sequences: Sequence[ScheduledSequence]) -> torch.Tensor:
         """Compute the new tokens of `sequences` into the cache; the logits [B, V] of those with `sample`, in order."""
-        metadata = AttentionMetadata.build(
-            [sequence.block_table for sequence in sequences],
-            [sequence.num_computed for sequence in sequences],
-            [sequence.num_new for sequence in sequences],
-            self._block_size,
-            self._device,
-        )
-        tokens = [row.token_ids[row.num_computed : row.end] for row in sequences]
-        positions = [range(row.num_computed, row.end) for row in sequences]
         with torch.inference_mode():
-            return forward_packed(
-                self._model,
-                self._indices(chain.from_iterable(tokens)),
-                self._indices(chain.from_iterable(positions)),
-                PagedAttention(self.kv_cache, self._kernels, metadata),
-                self._indices(_sampled_rows(sequences)),
-            )
+            if self._graphs is not None and (logits := self._graphs.run(sequences, self._last_rows)) is not None:
+                return logits
+            packed = pack_step(sequences, self._block_size, self._last_rows)
+            buffer = upload(packed.buffer, self._device)
+            return self.forward(StepInputs.of(buffer, packed.shape, packed.plan, self._block_size), self._kernels)
 
-    def _indices(self, values: Iterable[int]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.long, device=self._device)
+    def forward(self, inputs: StepInputs, kernels: AttentionKernels) -> torch.Tensor:
+        """The model over inputs on the device; logits [num_rows, V]. Reads nothing of the host but `inputs`' plan."""
+        return forward_packed(
+            self._model,
+            resolve_tokens(inputs, self._last_tokens),
+            inputs.positions,
+            PagedAttention(self.kv_cache, kernels, inputs.metadata),
+            inputs.logits_rows,
+        )
 
 
-def build_model_runner(loaded: LoadedModel, settings: EngineSettings) -> ModelRunner:
+def build_model_runner(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> ModelRunner:
     """Choose the kernels, size and allocate the KV cache, and put the runner together."""
     assert settings.block_size == loaded.block_size, "the model's fingerprint is for another block size"
     kernels = select_kernels(loaded.device)
     if loaded.device.type == "cuda":
-        num_blocks = num_blocks_on_gpu(loaded.kv_layout, settings, _profile_memory(loaded, kernels, settings))
+        memory = _profile_memory(loaded, kernels, settings, progress)
+        num_blocks = num_blocks_on_gpu(loaded.kv_layout, settings, memory)
     else:
         num_blocks = num_blocks_on_cpu(loaded.kv_layout, settings)
     kv_cache = allocate_kv_cache(loaded.kv_layout, num_blocks, loaded.device)
-    return ModelRunner(loaded, kv_cache, kernels, Sampler())
+    runner = ModelRunner(loaded, kv_cache, kernels, _sampler(loaded), settings.max_num_seqs)
+    if loaded.device.type == "cuda" and not settings.enforce_eager:
+        max_model_len = fit_max_model_len(settings, loaded.max_model_len, num_blocks)
+        _capture_graphs(runner, loaded, settings, max_model_len, progress)
+    return runner
+
+
+def _sampler(loaded: LoadedModel) -> Sampler:
+    return Sampler(may_wait=loaded.device.type == "cpu")
+
+
+def _capture_graphs(
+    runner: ModelRunner, loaded: LoadedModel, settings: EngineSettings, max_model_len: int, progress: Progress
+) -> None:
+    """Decode goes on without graphs when the model cannot be captured: a log line says why."""
+    captured = select_kernels(loaded.device, shares_prefixes=False)
+    shared = select_kernels(loaded.device) if loaded.has_full_attention else captured
+    graphs = DecodeGraphs(
+        lambda inputs: runner.forward(inputs, captured), shared.pays_to_share, loaded.block_size, loaded.device
+    )
+    try:
+        table_width = -(-max_model_len // loaded.block_size)
+        graphs.capture(graph_sizes(settings.max_num_seqs), table_width, CudaCapturer(loaded.device), progress)
+    except RuntimeError as error:
+        logger.warning("decode runs without graphs, since a step of this model cannot be captured: %s", error)
+        return
+    runner.attach_graphs(graphs)
 
 
 def configure_threads(threads: int) -> int:
@@ -149,28 +230,35 @@ def configure_threads(threads: int) -> int:
     return count
 
 
-def _sampled_rows(sequences: Sequence[ScheduledSequence]) -> Iterator[int]:
-    """The packed index of each sampled sequence's last new token."""
-    end = 0
-    for sequence in sequences:
-        end += sequence.num_new
-        if sequence.sample:
-            yield end - 1
+def _profile_memory(
+    loaded: LoadedModel, kernels: AttentionKernels, settings: EngineSettings, progress: Progress
+) -> DeviceMemory:
+    """Run the largest batch that the settings allow, over a cache of just its size, and see what it took.
 
-
-def _profile_memory(loaded: LoadedModel, kernels: AttentionKernels, settings: EngineSettings) -> DeviceMemory:
-    """Run the largest batch that the settings allow, over a cache of just its size, and see what it took."""
-    layout = loaded.kv_layout
+    Graphs are captured as well, and thrown away: their memory has to be known before the cache takes the rest, and
+    they have to be captured over the cache that they will read.
+    """
+    device, layout = loaded.device, loaded.kv_layout
     batch = _largest_batch(settings)
     num_blocks = 1 + max(block for sequence in batch.sequences for block in sequence.block_table)
-    torch.cuda.reset_peak_memory_stats(loaded.device)
-    runner = ModelRunner(loaded, allocate_kv_cache(layout, num_blocks, loaded.device), kernels, Sampler())
+    torch.cuda.reset_peak_memory_stats(device)
+    kv_cache = allocate_kv_cache(layout, num_blocks, device)
+    runner = ModelRunner(loaded, kv_cache, kernels, _sampler(loaded), settings.max_num_seqs)
+    progress("running the largest batch", 0.0)
     runner.execute(batch)
-    peak = torch.cuda.max_memory_allocated(loaded.device) - num_blocks * layout.bytes_per_block
-    del runner
+    peak = torch.cuda.max_memory_allocated(device) - num_blocks * layout.bytes_per_block
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(loaded.device)
-    return DeviceMemory(total, total - free - torch.cuda.memory_reserved(loaded.device), peak)
+    before, _ = torch.cuda.mem_get_info(device)
+    if not settings.enforce_eager:
+        max_model_len = min(settings.max_model_len or loaded.max_model_len, loaded.max_model_len)
+        _capture_graphs(runner, loaded, settings, max_model_len, progress)
+    after, total = torch.cuda.mem_get_info(device)
+    graphs = max(before - after, 0)
+    del runner, kv_cache
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return DeviceMemory(total, total - free - torch.cuda.memory_reserved(device), peak, graphs)
 
 
 def _largest_batch(settings: EngineSettings) -> SchedulerOutput:

@@ -31,13 +31,16 @@ class RequestState(Enum):
 class Request:
     """A prompt, what has come out so far, and the blocks it holds.
 
-        token_ids     | prompt ................................ | output ...
+        token_ids     | prompt ................................ | output ... | num_pending_tokens, still on the device
         KV            | num_computed_tokens ─────────►|
         in the index  | num_indexed_blocks · block_size ──►|
         block_table   [  ][  ][  ][  ][  ][  ][  ][  ][  ]
 
-    `block_table`, `node`, `num_computed_tokens`, `num_indexed_blocks` and the key fields belong to `KVCacheManager`,
-    `state` to `Scheduler`.
+    `num_computed_tokens` counts what has been given to the device: for whatever is launched later, that KV is in place.
+    In the index is only what steps that have ended computed.
+
+    `block_table`, `node`, `num_indexed_blocks` and the key fields belong to `KVCacheManager`, `state` to `Scheduler`,
+    `num_computed_tokens` to both, in turn; `num_pending_tokens` is raised by `Scheduler` and lowered by `LLMEngine`.
     """
 
     __slots__ = (
@@ -58,6 +61,7 @@ class Request:
         "num_bypasses",
         "num_computed_tokens",
         "num_indexed_blocks",
+        "num_pending_tokens",
         "num_prompt_tokens",
         "num_reads",
         "num_resets",
@@ -106,6 +110,7 @@ class Request:
 
         self.block_table: array[int] = array("i")
         self.num_computed_tokens = 0
+        self.num_pending_tokens = 0  # sampled, or being sampled, by steps that have not ended
         self.indexable = submit.use_cache
         self.counted = submit.counted
         self.node: Node | None = None  # the locked end of its path in the index
@@ -180,7 +185,7 @@ class Request:
     def forget_blocks(self) -> None:
         """Back to holding nothing, without a word to a cache that no longer exists."""
         self.block_table = array("i")
-        self.num_computed_tokens = self.num_indexed_blocks = 0
+        self.num_computed_tokens = self.num_indexed_blocks = self.num_pending_tokens = 0
         self.node = self.wanted_node = None
         self.pending_keys = []
         self.awaited_key = self.awaited_read = None

@@ -27,13 +27,17 @@ preemption, and one Python call a row. Rejected: fp32 softmax and cumsum, whose 
 
 Only the `window` best tokens of a row are ranked; rows whose filters reach beyond (a flat distribution under top-p) are
 ranked again 16 times wider. Exact sums make the width invisible in the result.
+
+On a GPU nothing here may wait for the device, or the next step could not be prepared meanwhile: no value is looked at.
+Which rows the window does not settle is not known then, so every row whose filters do not settle it beforehand
+(a top-k within the window does) is ranked as a whole. What came out is fetched when it has come (`FetchedTokens`).
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +47,7 @@ from torch import Tensor
 from engine.batch import ScheduledSequence
 from engine.logits_processors import process_logits
 from engine.protocol import SamplingParams
+from kernels.upload import upload
 
 _U64 = (1 << 64) - 1
 _WIDEN = 16
@@ -50,15 +55,33 @@ _WIDEN = 16
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30
 
 
-class NonFiniteLogitsError(ArithmeticError):
-    """Rows whose logits hold a NaN or +inf, or nothing but −inf: no token can be drawn for them.
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The tokens of a step's rows where they were drawn."""
 
-    Sampling has no state, so the caller may end these rows and sample the others again.
-    """
+    token_ids: Tensor  # int64 [B]; any id in a row without finite logits
+    is_finite: Tensor  # bool [B]: False where the logits hold a NaN or +inf, or nothing but -inf
 
-    def __init__(self, row_indices: Sequence[int]) -> None:
-        self.row_indices = tuple(row_indices)
-        super().__init__(f"the logits of rows {list(self.row_indices)} are not finite")
+
+class FetchedTokens:
+    """Sampled tokens on their way to the host."""
+
+    def __init__(self, sampled: SampledTokens) -> None:
+        both = torch.stack((sampled.token_ids, sampled.is_finite.long()))
+        self._arrived: torch.cuda.Event | None = None
+        if both.device.type == "cuda":
+            self._host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(both, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._host = both.cpu()
+
+    def wait(self) -> list[int | None]:
+        """One a row; None where there was nothing to draw from."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        token_ids, is_finite = self._host.tolist()
+        return [token_id if finite else None for token_id, finite in zip(token_ids, is_finite, strict=True)]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -86,8 +109,8 @@ class _Draws:
                 [uniform(row.seed, row.end) for row in rows],
             ],
             dtype=torch.float64,  # one transfer to the device; ids and sizes are exact below 2^53
-            device=device,
         )
+        table = upload(table, device)
         return cls(table[0].long(), table[1], table[2], table[3])
 
     def __getitem__(self, rows: Tensor) -> _Draws:
@@ -95,28 +118,44 @@ class _Draws:
 
 
 class Sampler:
-    def __init__(self, window: int = 256) -> None:
-        """`window`: how many of the best tokens are ranked at first; changes the cost of a draw, never its result."""
-        self._window = window
+    def __init__(self, window: int = 256, *, may_wait: bool = True) -> None:
+        """`window`: how many of the best tokens are ranked at first; changes the cost of a draw, never its result.
 
-    def sample(self, logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Sequence[int]) -> list[int]:
-        """One token id a row of `logits` [B, V], which are left as they are.
-
-        Raises `NonFiniteLogitsError` when a row has no distribution to draw from.
+        `may_wait`: whether values may be looked at while drawing; on a GPU that waits for the device.
         """
+        self._window = window
+        self._may_wait = may_wait
+
+    def sample(self, logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Sequence[int]) -> SampledTokens:
+        """One token a row of `logits` [B, V], which are left as they are."""
         assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} sequences"
         logits = _mask_eos(process_logits(logits, rows), rows, eos_token_ids)
         highest, token_ids = logits.max(dim=-1)  # [B], [B]; the first of equal logits
-        _require_finite(highest)
+        # max() carries a NaN on, and is −inf only when the whole row is: the maxima stand for all of the logits.
+        is_finite = torch.isfinite(highest)
+        if not (self._may_wait and bool(is_finite.all())):
+            logits = logits.masked_fill(~is_finite[:, None], 0.0)  # weights of NaN would lead to ids that do not exist
+        for chosen, window in self._draws(rows, logits.shape[1]):
+            indices = upload(torch.tensor(chosen), logits.device)
+            drawn = self._draw(logits[indices].float(), [rows[index] for index in chosen], window)
+            token_ids.index_copy_(0, indices, drawn)
+        return SampledTokens(token_ids, is_finite)
+
+    def _draws(self, rows: Sequence[ScheduledSequence], vocab_size: int) -> Iterator[tuple[list[int], int | None]]:
+        """The rows that are drawn alike, and how many of their best tokens are ranked; None: they need no ranking."""
         random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
         plain = [index for index in random if not _is_filtered(rows[index].sampling)]
         filtered = [index for index in random if _is_filtered(rows[index].sampling)]
-        if plain:
-            token_ids[plain] = _draw_plain(logits[plain].float(), [rows[index] for index in plain])
-        if filtered:
-            chosen = [rows[index] for index in filtered]
-            token_ids[filtered] = _draw_filtered(logits[filtered].float(), chosen, self._window)
-        return token_ids.tolist()
+        settled = filtered if self._may_wait else [i for i in filtered if 0 < rows[i].sampling.top_k <= self._window]
+        others = sorted(set(filtered) - set(settled))
+        for chosen, window in ((plain, None), (settled, self._window), (others, vocab_size)):
+            if chosen:
+                yield chosen, window
+
+    def _draw(self, logits: Tensor, rows: Sequence[ScheduledSequence], window: int | None) -> Tensor:
+        if window is None:
+            return _draw_plain(logits, rows)
+        return _draw_filtered(logits, rows, window, self._may_wait)
 
 
 def _is_filtered(sampling: SamplingParams) -> bool:
@@ -128,16 +167,10 @@ def _mask_eos(logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: 
     if not early or not eos_token_ids:
         return logits
     masked = logits.clone()
-    row_indices = torch.tensor(early, device=logits.device)[:, None]  # [E, 1]
-    masked[row_indices, torch.tensor(list(eos_token_ids), device=logits.device)] = -math.inf
+    row_indices = upload(torch.tensor(early), logits.device)[:, None]  # [E, 1]
+    ends = upload(torch.tensor(list(eos_token_ids)), logits.device)
+    masked[row_indices, ends] = torch.full((), -math.inf, dtype=logits.dtype, device=logits.device)
     return masked
-
-
-def _require_finite(highest: Tensor) -> None:
-    # max() carries a NaN on, and is −inf only when the whole row is: the maxima stand for all of the logits.
-    finite = torch.isfinite(highest)
-    if not finite.all():
-        raise NonFiniteLogitsError((~finite).nonzero()[:, 0].tolist())
 
 
 def _id_bits(vocab_size: int) -> int:
@@ -147,7 +180,7 @@ def _id_bits(vocab_size: int) -> int:
 def _fixed_point_weights(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
     """exp((logit − max) / temperature) as int64 [R, V]: the row's maximum is 2^(53 − id bits), so its sum is ≤ 2^53."""
     temperature = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float64)
-    temperature = temperature.clamp(_MIN_TEMPERATURE, _MAX_TEMPERATURE).to(logits)
+    temperature = upload(temperature.clamp(_MIN_TEMPERATURE, _MAX_TEMPERATURE).to(logits.dtype), logits.device)
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
     return scaled.exp_().mul_(2.0 ** (53 - _id_bits(logits.shape[1]))).long()
 
@@ -158,7 +191,7 @@ def _draw_plain(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
     return _invert_cdf(cumulative, cumulative[:, -1], _Draws.of(rows, logits.shape[1], logits.device).uniform)
 
 
-def _draw_filtered(logits: Tensor, rows: Sequence[ScheduledSequence], window: int) -> Tensor:
+def _draw_filtered(logits: Tensor, rows: Sequence[ScheduledSequence], window: int, may_wait: bool) -> Tensor:
     """Token ids [R] for rows of `logits` [R, V] fp32 with at least one filter."""
     vocab_size = logits.shape[1]
     weights = _fixed_point_weights(logits, rows)
@@ -166,23 +199,30 @@ def _draw_filtered(logits: Tensor, rows: Sequence[ScheduledSequence], window: in
     # (weight, then lower id first) in one key of at most 54 bits: unique, so that every top-k and sort agrees.
     reversed_ids = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
     keys = weights.bitwise_left_shift_(_id_bits(vocab_size)).bitwise_or_(reversed_ids)
-    return _draw_ranked(keys, total, _Draws.of(rows, vocab_size, logits.device), window)
+    return _draw_ranked(keys, total, _Draws.of(rows, vocab_size, logits.device), window, may_wait)
 
 
-def _draw_ranked(keys: Tensor, total: Tensor, draws: _Draws, window: int) -> Tensor:
-    """Token ids [R] from the `window` highest of `keys` [R, V]; rows that it does not settle are drawn wider."""
+def _draw_ranked(keys: Tensor, total: Tensor, draws: _Draws, window: int, may_wait: bool) -> Tensor:
+    """Token ids [R] from the `window` highest of `keys` [R, V]; rows that it does not settle are drawn wider.
+
+    Without `may_wait` it has to settle all of them.
+    """
     vocab_size = keys.shape[1]
     id_bits = _id_bits(vocab_size)
-    ranked = keys.topk(min(window, vocab_size), dim=-1).values  # [R, W], descending
+    is_whole = window >= vocab_size
+    ranked = (keys.sort(descending=True) if is_whole else keys.topk(window)).values  # [R, W]
     weights = ranked >> id_bits
     cumulative = weights.cumsum(dim=-1)
     num_kept, settled = _count_kept(weights, cumulative, total, draws, vocab_size)
     mass = cumulative.gather(1, num_kept[:, None] - 1)[:, 0]
     ranks = _invert_cdf(cumulative, mass, draws.uniform)
     token_ids = vocab_size - 1 - (ranked.gather(1, ranks[:, None])[:, 0] & ((1 << id_bits) - 1))
+    if not may_wait:
+        return token_ids
     open_rows = (~settled).nonzero()[:, 0]
     if open_rows.numel():
-        token_ids[open_rows] = _draw_ranked(keys[open_rows], total[open_rows], draws[open_rows], window * _WIDEN)
+        wider = _draw_ranked(keys[open_rows], total[open_rows], draws[open_rows], window * _WIDEN, may_wait)
+        token_ids[open_rows] = wider
     return token_ids
 
 

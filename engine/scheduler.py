@@ -13,6 +13,10 @@ one token, a fresh one lacks its prompt, a preempted one lacks prompt and output
        back (full ones stay in the index) and waits again. The first in rank is never preempted for another, and it
        fits into the pool alone (the engine checks that on arrival), so it always finishes: no livelock.
 
+A step may be scheduled before the one before it has ended (`engine/engine.py`). What that one computes counts as in
+place, since the device does one after the other; the token that it samples counts as there, and is not known. So a
+request may get one step more than it needs, when that token turns out to end it; one that ends in any case gets none.
+
 A request whose next block is being computed by another one, or read from the disk, is parked and comes back when that
 block is there; so is a parallel sample whose whole prompt the first of them is computing. A burst of one prompt is
 computed once, and reading goes on beside the prefill of the others.
@@ -40,6 +44,7 @@ class SchedulerLimits:
     prefill_chunk_size: int
     cached_token_weight: float = 0.1  # in a tenant's share; a computed token counts 1
     output_token_weight: float = 2.0
+    max_model_len: int | None = None  # tokens of a sequence
 
 
 class Scheduler:
@@ -94,15 +99,26 @@ class Scheduler:
         step = _Step(self.limits.token_budget)
         preemptions = self.num_preemptions
         for request in self.running[:]:
-            if _lacks(request) == 1:
+            if self._lacks(request) == 1:
                 self._schedule_running(request, step)
         for request in sorted(self.running, key=lambda r: (r.priority, self.queue.counter(r), r.arrival)):
-            if _lacks(request) > 1:
+            if self._lacks(request) > 1:
                 self._schedule_running(request, step)
         if self.num_preemptions == preemptions:  # what was just taken from a running request is not handed out anew
             self._unpark()
             self._admit_waiting(step)
         return step.output()
+
+    def _lacks(self, request: Request) -> int:
+        """Tokens that still have to be given to the device; 0 for a request that ends with the step before."""
+        pending, limit = request.num_pending_tokens, self.limits.max_model_len
+        if pending and request.num_output_tokens + pending >= request.sampling.max_tokens:
+            return 0
+        if pending and limit is not None and request.num_tokens + pending >= limit:
+            return 0
+        if _awaits_its_token(request):
+            return 0
+        return request.num_tokens + pending - request.num_computed_tokens
 
     def _schedule_running(self, request: Request, step: _Step) -> None:
         if request.state is not RequestState.RUNNING:
@@ -126,7 +142,7 @@ class Scheduler:
         """New tokens up to the next absolute multiple of the chunk size, or to the end."""
         start = request.num_computed_tokens if start is None else start
         chunk = self.limits.prefill_chunk_size
-        return min(request.num_tokens, (start // chunk + 1) * chunk) - start
+        return min(request.num_tokens + request.num_pending_tokens, (start // chunk + 1) * chunk) - start
 
     def _preempt(self, victim: Request, step: _Step) -> None:
         if len(self.running) == 1:
@@ -158,7 +174,7 @@ class Scheduler:
 
     def _admit(self, request: Request, step: _Step) -> bool:
         """Start a request, or park it; False when it has to wait for room, and everyone else with it."""
-        if self.manager.still_lacks_room(request):
+        if self.manager.still_lacks_room(request) or _awaits_its_token(request):
             return False
         self.manager.arrange_documents(request)
         prefix = self.manager.plan(request)
@@ -215,20 +231,26 @@ class _Step:
         )
 
 
-def _lacks(request: Request) -> int:
-    """Tokens whose KV is not in place yet."""
-    return request.num_tokens - request.num_computed_tokens
+def _awaits_its_token(request: Request) -> bool:
+    """Whether its next token is drawn by one that the device has not told yet."""
+    return request.num_pending_tokens > 0 and request.sampling.reads_output
 
 
 def _sequence(request: Request, count: int) -> ScheduledSequence:
-    return ScheduledSequence(
+    """The request's part of a step. From here on it counts as computed."""
+    start, end = request.num_computed_tokens, request.num_computed_tokens + count
+    sequence = ScheduledSequence(
         request_id=request.request_id,
         token_ids=request.token_ids,
-        num_computed=request.num_computed_tokens,
+        num_computed=start,
         num_new=count,
         block_table=request.block_table,
         sampling=request.sampling,
         seed=request.seed,
         num_prompt_tokens=request.num_prompt_tokens,
-        sample=request.num_computed_tokens + count == request.num_tokens,
+        sample=end == request.num_tokens + request.num_pending_tokens,
+        takes_last=end > request.num_tokens,
     )
+    request.num_computed_tokens = end
+    request.num_pending_tokens += sequence.sample
+    return sequence

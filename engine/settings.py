@@ -63,6 +63,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: Positive = 16  # token slots in a block
     kv_cache_memory: Bytes = 1 << 30  # bytes of KV on CPU; TOML may say "1GiB"
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the device, for weights + activations + KV
+    enforce_eager: bool = False  # on a GPU: decode without captured graphs
+    async_scheduling: bool = True  # on a GPU: the next step is prepared while one runs
     max_model_len: NotNegative = 0  # tokens; 0: the model's own, as far as the KV cache holds it
     max_num_seqs: Positive = 32  # sequences in a step
     max_num_batched_tokens: Positive = 1024  # token_budget of a step

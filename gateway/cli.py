@@ -38,6 +38,8 @@ SETTING_FLAGS = (
     ("--model", "model.path", '"embedded", a local directory, a .gguf file, or a hub id'),
     ("--device", "engine.device", "auto, cpu, cuda, cuda:N"),
 )
+# The same, for settings that are on or off: the flag alone turns them on.
+SWITCH_FLAGS = (("--enforce-eager", "engine.enforce_eager", "on a GPU: decode without captured graphs"),)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,13 +99,15 @@ def _add_setting_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help=f"TOML settings (default: ./{DEFAULT_CONFIG} if it is there)")
     for flag, key, meaning in SETTING_FLAGS:
         parser.add_argument(flag, dest=key, metavar="VALUE", help=f"{meaning} (setting {key})")
+    for flag, key, meaning in SWITCH_FLAGS:
+        parser.add_argument(flag, dest=key, action="store_const", const="true", help=f"{meaning} (setting {key})")
     parser.add_argument("--set", dest="settings", metavar="KEY=VALUE", action="append", default=[], help="any setting")
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """The settings of a command line. Raises ConfigError."""
     overrides: dict[str, object] = {}
-    for _, key, _ in SETTING_FLAGS:
+    for _, key, _ in SETTING_FLAGS + SWITCH_FLAGS:
         if (value := getattr(arguments, key)) is not None:
             overrides[key] = value
     for assignment in arguments.settings:

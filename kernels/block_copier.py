@@ -22,6 +22,7 @@ from kernels.reference import SlotCopy
 from kernels.rerotation import RotationTable
 from kernels.triton_copy import copy_planes
 from kernels.triton_rerotate import rerotate_blocks
+from kernels.upload import upload
 
 _WORDS = 4096  # of a program: 16 KB in words of 4 bytes, 8 loads of 16 bytes of each thread in flight
 _ROTATED_ELEMENTS = 4096
@@ -162,4 +163,4 @@ def _as_words(tensor: torch.Tensor, word: torch.dtype) -> torch.Tensor:
 
 
 def _upload(rows: list[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    return upload(torch.tensor(rows, dtype=torch.int64), device)

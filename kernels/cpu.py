@@ -71,8 +71,8 @@ class CpuAttention:
         layer: int,
         slot_mapping: torch.Tensor,
     ) -> None:
-        # An index_copy_ into a flat view takes as long.
-        reference.store_kv(key, value, kv_cache, layer, slot_mapping)
+        # Steps on the CPU are never padded. An index_copy_ into a flat view takes as long.
+        reference.write_slots(key, value, kv_cache, layer, slot_mapping)
 
     def copy_slots(self, kv_cache: torch.Tensor, copies: Iterable[SlotCopy]) -> None:
         reference.copy_slots(kv_cache, copies)

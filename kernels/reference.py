@@ -47,9 +47,20 @@ def store_kv(
     value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
     kv_cache: torch.Tensor,
     layer: int,
-    slot_mapping: torch.Tensor,  # [num_tokens]
+    slot_mapping: torch.Tensor,  # [num_tokens]; a negative slot is padding and is not written
 ) -> None:
     """Write the new tokens' keys and values of one layer into their slots."""
+    real = slot_mapping >= 0
+    write_slots(key[real], value[real], kv_cache, layer, slot_mapping[real])
+
+
+def write_slots(
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    slot_mapping: torch.Tensor,  # [num_tokens], none of them padding
+) -> None:
     block_size = kv_cache.shape[3]
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
     kv_cache[blocks, layer, 0, offsets] = key.to(kv_cache.dtype)

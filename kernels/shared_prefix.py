@@ -21,6 +21,7 @@ from itertools import accumulate
 import torch
 
 from kernels.heuristics import KEY_ALIGNMENT
+from kernels.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +127,13 @@ def plan_prefixes(
                 items.append((offset + place, count, begin, end, next_partial + split * size + place))
         next_partial += len(cuts) * size
 
-    def upload(data: Sequence[int] | Sequence[tuple[int, ...]]) -> torch.Tensor:
-        return torch.tensor(data, dtype=torch.int32).to(device, non_blocking=True)
+    def on_device(data: Sequence[int] | Sequence[tuple[int, ...]]) -> torch.Tensor:
+        return upload(torch.tensor(data, dtype=torch.int32), device)
 
     return PrefixPlan(
-        items=upload(items),
-        members=upload([member for group in groups for member in group.members]),
-        prefix_lens=upload(prefix_lens),
-        prefix_partials=upload(partials),
+        items=on_device(items),
+        members=on_device([member for group in groups for member in group.members]),
+        prefix_lens=on_device(prefix_lens),
+        prefix_partials=on_device(partials),
         num_partials=next_partial,
     )

@@ -18,6 +18,7 @@ keys does.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -35,9 +36,9 @@ from kernels.heuristics import (
     target_items,
 )
 from kernels.launch import launch
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import AttentionMetadata, StepPlan
 from kernels.reference import SlotCopy
-from kernels.shared_prefix import PrefixPlan, find_groups, plan_prefixes
+from kernels.shared_prefix import PrefixGroup, PrefixPlan, find_groups, plan_prefixes
 from kernels.tile_table import TILES
 from kernels.triton_decode import paged_decode, reduce_splits
 from kernels.triton_prefill import paged_prefill
@@ -114,6 +115,18 @@ class TritonAttention:
     def shares_now(self) -> bool:
         """Whether sequences of the last step had a prefix in common that pays."""
         return self._plan is not None and self._plan.prefixes is not None
+
+    def pays_to_share(self, plan: StepPlan, block_size: int) -> bool:
+        """Whether a step's sequences have a prefix in common that a pass of its own pays for."""
+        return bool(self._groups(plan.block_tables, plan.seq_lens, plan.query_lens, block_size))
+
+    def _groups(
+        self, block_tables: list[array[int]], seq_lens: list[int], query_lens: list[int], block_size: int
+    ) -> list[PrefixGroup]:
+        decoding = [seq for seq, length in enumerate(query_lens) if length == 1]
+        if len(decoding) < 2 or not self._shares_prefixes:
+            return []
+        return find_groups(block_tables, seq_lens, decoding, block_size, self._min_shared_saving)
 
     def store_kv(
         self,
@@ -201,21 +214,16 @@ class TritonAttention:
             metadata=call.metadata,
             max_query=max((length for length in lens if length <= MAX_DECODE_QUERY), default=0),
             prefill_tiles=sum(triton.cdiv(n * call.group, rows) for n in lens if n > MAX_DECODE_QUERY),
-            prefixes=self._plan_prefixes(call) if self._shares_prefixes else None,
+            prefixes=self._plan_prefixes(call),
         )
 
     def _plan_prefixes(self, call: _Call) -> PrefixPlan | None:
         metadata = call.metadata
         tile = self._tile(call, "shared_prefix")
-        decoding = [seq for seq, length in enumerate(metadata.host_query_lens) if length == 1]
-        if call.group > tile.block_m or len(decoding) < 2:
+        if call.group > tile.block_m:
             return None
-        groups = find_groups(
-            metadata.host_block_tables,
-            metadata.host_seq_lens,
-            decoding,
-            metadata.block_size,
-            self._min_shared_saving,
+        groups = self._groups(
+            metadata.host_block_tables, metadata.host_seq_lens, metadata.host_query_lens, metadata.block_size
         )
         if not groups:
             return None

@@ -1,7 +1,8 @@
 """The direction of imports, read from the source, and what really gets loaded, asked of a fresh interpreter.
 
 gateway ──► retrieval
-   └──────► engine.{protocol, client, errors, settings} ◄── engine ──► kernels.{dispatch, metadata} ──► torch, triton
+   └──────► engine.{protocol, client, errors, settings} ◄── engine ──► kernels.{dispatch, metadata, upload}
+                                                                          └──► torch, triton
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HEAVY = frozenset({"torch", "transformers", "triton"})
 # What a package may import of the others; a name covers the modules below it.
 ALLOWED = {
     "kernels": ("kernels",),
-    "engine": ("engine", "kernels.dispatch", "kernels.metadata"),
+    "engine": ("engine", "kernels.dispatch", "kernels.metadata", "kernels.upload"),
     "gateway": ("gateway", "retrieval", "engine.protocol", "engine.client", "engine.errors", "engine.settings"),
     "retrieval": ("retrieval",),
 }

@@ -326,10 +326,11 @@ class TieredCache:
         self.swap_drop(self._private)
         self._pinned, self._private = [], []
 
-    def fail_step(self) -> None:
-        """The step that began last has failed; nobody knows which of its transfers took place."""
-        if self._batches:
-            self._batches[-1].failed = True
+    def fail_step(self, output: SchedulerOutput) -> None:
+        """This step has failed; nobody knows which of its transfers took place."""
+        for batch in self._batches:
+            if batch.offloads is output.offloads:
+                batch.failed = True
 
     def settle(self, report: TransferReport) -> None:
         """Transfers have ended: their slots are ready, or free."""

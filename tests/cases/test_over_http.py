@@ -121,7 +121,7 @@ def test_readiness_is_a_real_decode_step(stack: Stack, monkeypatch: pytest.Monke
     def dead(output: object) -> list[int | None]:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(stack.runner, "execute", dead)
+    monkeypatch.setattr(stack.runner, "launch", dead)
     stack.gateway.wait_until(lambda: stack.gateway.http.get("/readyz").status_code == 503)
     assert stack.gateway.http.get("/livez").status_code == 200
     monkeypatch.undo()

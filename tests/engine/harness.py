@@ -62,6 +62,8 @@ def engine_info(num_blocks: int, block_size: int, max_model_len: int) -> EngineI
 class Harness:
     """Submits token lists, steps, collects what each request got. Poisons every free block after every step."""
 
+    runs_ahead = False  # the device: see `FakeRunner`; tests run over both
+
     def __init__(
         self,
         num_blocks: int = 64,
@@ -71,7 +73,10 @@ class Harness:
         chunk: int = 16,
         caching: bool = True,
         tiers: TieredCache | None = None,
+        runs_ahead: bool | None = None,
     ) -> None:
+        if runs_ahead is not None:
+            self.runs_ahead = runs_ahead
         settings = EngineSettings(
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -79,7 +84,8 @@ class Harness:
             prefill_chunk_size=chunk,
             enable_prefix_caching=caching,
         )
-        self.runner = FakeRunner(num_blocks, block_size, VOCAB - 1)  # never draws EOS
+        # It never draws EOS.
+        self.runner = FakeRunner(num_blocks, block_size, VOCAB - 1, runs_ahead=self.runs_ahead)
         self.engine = LLMEngine(engine_info(num_blocks, block_size, num_blocks * block_size), settings, self.runner)
         if tiers is not None:
             self.runner.host = tiers.host_slab
@@ -112,6 +118,7 @@ class Harness:
         pinned: bool = False,
         sibling_of: str = "",
         seed: int | None = None,
+        reads_output: bool = False,
         document_order: Literal["given", "cache"] = "given",
     ) -> str:
         """The first `public` tokens are in the public scope (and the public's), the rest in `scope`.
@@ -128,7 +135,12 @@ class Harness:
             for part, who, kind in parts
             if part
         )
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0 if seed is None else 1.0, seed=seed)
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0 if seed is None else 1.0,
+            seed=seed,
+            presence_penalty=float(reads_output),  # of which the fake device only asks to know the tokens
+        )
         self.engine.add_request(
             Submit(
                 request_id=name,
@@ -183,3 +195,4 @@ class Harness:
     def check(self) -> None:
         self.manager.check_integrity(self.engine.scheduler.running)
         assert self.engine.stats().num_integrity_failures == 0
+        assert self.runner.num_blind_draws == 0

@@ -10,13 +10,13 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.batch import BlockCopy, ScheduledSequence, SchedulerOutput
+from engine.batch import BlockCopy, ScheduledSequence, SchedulerOutput, StepResult
 from engine.kv_cache import allocate_kv_cache
 from engine.load_progress import no_progress
 from engine.model_loader import LoadedModel, load_model
 from engine.model_runner import ModelRunner, build_model_runner
 from engine.protocol import SamplingParams
-from engine.sampler import NonFiniteLogitsError, Sampler
+from engine.sampler import Sampler
 from engine.settings import EngineSettings, ModelSettings
 from kernels.dispatch import select_kernels
 from tests.engine.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
@@ -34,7 +34,7 @@ def load_tiny(directory: Path, block_size: int = BLOCK_SIZE) -> LoadedModel:
 def poisoned_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
     """Every slot is NaN until it is written, so that reading one too many shows."""
     kv_cache = allocate_kv_cache(loaded.kv_layout, num_blocks, CPU).fill_(float("nan"))
-    return ModelRunner(loaded, kv_cache, select_kernels(CPU), Sampler())
+    return ModelRunner(loaded, kv_cache, select_kernels(CPU), Sampler(), max_num_seqs=8)
 
 
 def sequence(name: str, prompt: list[int], blocks: list[int]) -> ScheduledSequence:
@@ -103,12 +103,12 @@ def test_only_sampled_sequences_get_a_token(tmp_path: Path) -> None:
     first = advance(sequence("a", random_prompt(9, 1), [0, 1, 2]), 5)
     second = advance(sequence("b", random_prompt(6, 2), [3, 4]), 6)
     third = advance(sequence("c", random_prompt(8, 3), [5, 6]), 4)
-    tokens = runner.execute(SchedulerOutput([first, second, third]))
+    tokens = runner.execute(SchedulerOutput([first, second, third])).token_ids
     assert tokens[0] is None
     assert tokens[2] is None
     assert tokens[1] == int(runner.forward_logits([second]).argmax())
-    assert runner.execute(SchedulerOutput([first])) == [None]
-    assert runner.execute(SchedulerOutput()) == []
+    assert runner.execute(SchedulerOutput([first])) == StepResult([None])
+    assert runner.execute(SchedulerOutput()) == StepResult([])
 
 
 def test_copies_happen_before_the_step_writes(tmp_path: Path) -> None:
@@ -123,10 +123,36 @@ def test_copies_happen_before_the_step_writes(tmp_path: Path) -> None:
     runner.execute(SchedulerOutput([advance(original, 10)]))
     before = runner.kv_cache[2].clone()
     diverging = replace(advance(sequence("diverging", shared + tail, [5, 4, 7]), 11), num_computed=6, num_new=5)
-    tokens = runner.execute(SchedulerOutput([diverging], [BlockCopy(src=2, dst=4, num_slots=2)]))
-    assert tokens == [int(expected.argmax())]
+    result = runner.execute(SchedulerOutput([diverging], [BlockCopy(src=2, dst=4, num_slots=2)]))
+    assert result.token_ids == [int(expected.argmax())]
     torch.testing.assert_close(runner.kv_cache[4, :, :, :2], before[:, :, :2], rtol=0, atol=0)
     torch.testing.assert_close(runner.kv_cache[2], before, rtol=0, atol=0)
+
+
+def test_a_step_takes_the_token_that_the_one_before_has_just_drawn(tmp_path: Path) -> None:
+    """The next step is launched before that token is known: from the device, by request, not by place."""
+    loaded = load_tiny(write_tiny_model("llama", tmp_path))
+    prompts = {"a": random_prompt(9, 1), "b": random_prompt(6, 2), "c": random_prompt(7, 3)}
+    tables = {"a": [0, 1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]}
+    apart, ahead = poisoned_runner(loaded, 10), poisoned_runner(loaded, 10)
+    rows = {name: sequence(name, prompt, tables[name]) for name, prompt in prompts.items()}
+    rows = {name: advance(row, len(row.token_ids)) for name, row in rows.items()}
+    expected: dict[str, list[int | None]] = {name: [] for name in rows}
+    for name, row in rows.items():
+        for _ in range(3):
+            (token,) = apart.execute(SchedulerOutput([row])).token_ids
+            assert token is not None
+            expected[name].append(token)
+            row = advance(replace(row, token_ids=[*row.token_ids, token]), 1)
+    first = ahead.launch(SchedulerOutput(list(rows.values())))
+    late = [replace(rows[n], num_computed=rows[n].end, num_new=1, takes_last=True) for n in ("c", "a")]
+    second = ahead.launch(SchedulerOutput(late))
+    later = [replace(row, num_computed=row.end) for row in reversed(late)]
+    third = ahead.launch(SchedulerOutput(later))
+    steps = [step.wait().token_ids for step in (first, second, third)]
+    assert dict(zip(("a", "b", "c"), steps[0], strict=True)) == {name: tokens[0] for name, tokens in expected.items()}
+    assert steps[1] == [expected["c"][1], expected["a"][1]]
+    assert steps[2] == [expected["a"][2], expected["c"][2]]
 
 
 def test_a_poisoned_block_is_noticed(tmp_path: Path) -> None:
@@ -135,8 +161,11 @@ def test_a_poisoned_block_is_noticed(tmp_path: Path) -> None:
     row = advance(sequence("a", random_prompt(9, 1), [0, 1, 2]), 8)
     runner.execute(SchedulerOutput([row]))
     runner.kv_cache[1].fill_(float("nan"))
-    with pytest.raises(NonFiniteLogitsError):
-        runner.execute(SchedulerOutput([advance(row, 1)]))
+    other = advance(sequence("b", random_prompt(3, 2), [4]), 3)
+    result = runner.execute(SchedulerOutput([other, advance(row, 1)]))
+    assert result.without_logits == {1}
+    assert result.token_ids[0] is not None
+    assert result.token_ids[1] is None
 
 
 def test_a_step_writes_only_its_own_slots(tmp_path: Path) -> None:
@@ -154,7 +183,7 @@ def test_kv_cache_takes_what_is_configured(tmp_path: Path) -> None:
     """`kv_cache_memory` is a limit, and no more than a block of it is left unused."""
     loaded = load_tiny(write_tiny_model("llama", tmp_path))
     memory = 100_000
-    runner = build_model_runner(loaded, EngineSettings(kv_cache_memory=memory, block_size=BLOCK_SIZE))
+    runner = build_model_runner(loaded, EngineSettings(kv_cache_memory=memory, block_size=BLOCK_SIZE), no_progress)
     used = runner.kv_cache.nbytes
     assert used <= memory < used + loaded.kv_layout.bytes_per_block
     assert runner.num_blocks == memory // (3 * 2 * 4 * 2 * 16 * 4)
@@ -178,7 +207,7 @@ def test_embedded_model_knows_paris(dtype: str, embedded_model: Path) -> None:
     row = advance(row, len(row.token_ids) - 20)
     answer: list[int] = []
     for _ in range(16):
-        (token,) = runner.execute(SchedulerOutput([row]))
+        (token,) = runner.execute(SchedulerOutput([row])).token_ids
         assert token is not None
         if token in loaded.eos_token_ids:
             break

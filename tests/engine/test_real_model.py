@@ -28,7 +28,7 @@ from engine.engine import LLMEngine
 from engine.load_progress import no_progress
 from engine.model_runner import ModelRunner
 from engine.protocol import Failure, PromptAccount, SamplingParams, Segment, SegmentKind, Submit
-from engine.sampler import Sampler
+from engine.sampler import SampledTokens, Sampler
 from engine.settings import EngineSettings, ModelSettings, Settings, StoreSettings, TierSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -201,7 +201,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> SampledLogits:
 
     def recording(
         self: Sampler, logits: torch.Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Sequence[int]
-    ) -> list[int]:
+    ) -> SampledTokens:
         sampled.record(logits, rows)
         return sample(self, logits, rows, eos_token_ids)
 

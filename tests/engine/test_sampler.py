@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.batch import ScheduledSequence
 from engine.protocol import SamplingParams
-from engine.sampler import NonFiniteLogitsError, Sampler, uniform
+from engine.sampler import FetchedTokens, Sampler, uniform
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 PLAIN = SamplingParams(max_tokens=8)
@@ -37,10 +37,20 @@ def row(
     )
 
 
+def sampled(
+    sampler: Sampler, logits: torch.Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Sequence[int]
+) -> list[int | None]:
+    return FetchedTokens(sampler.sample(logits, rows, eos_token_ids)).wait()
+
+
+def counted(tokens: Sequence[int | None]) -> Counter[int]:
+    return Counter(token for token in tokens if token is not None)
+
+
 def draw_many(weights: Sequence[float], sampling: SamplingParams, count: int, *, seed: int = 7) -> Counter[int]:
     logits = torch.tensor(weights, dtype=torch.float32).log().expand(count, -1)
     rows = [row(sampling, seed=seed, position=position) for position in range(10, 10 + count)]
-    return Counter(Sampler().sample(logits, rows, ()))
+    return counted(sampled(Sampler(), logits, rows, ()))
 
 
 def chi_square(counts: Counter[int], probabilities: Sequence[float]) -> float:
@@ -106,7 +116,7 @@ def test_every_mixture_of_filters_equals_the_dumb_model(
     """Temperature, top-k, top-p on what top-k left, then min-p; and no window is too narrow to get it right."""
     expected = dumb_sample(weights, sampling, seed, 10)
     logits = torch.tensor([weights], dtype=torch.float32).log()
-    assert Sampler(window).sample(logits, [row(sampling, seed=seed)], ()) == [expected]
+    assert sampled(Sampler(window), logits, [row(sampling, seed=seed)], ()) == [expected]
 
 
 @settings(max_examples=100, deadline=None)
@@ -124,10 +134,10 @@ def test_a_row_draws_the_same_alone_and_in_any_batch(
         st.sampled_from([0.0, 0.1, 3.0, 30.0])
     )
     rows = [row(sampling, seed=data.draw(seeds), position=11 + i) for i, sampling in enumerate(batch)]
-    together = Sampler(64).sample(logits, rows, ())
-    alone = [Sampler(64).sample(logits[i : i + 1], [rows[i]], ())[0] for i in range(len(rows))]
+    together = sampled(Sampler(64), logits, rows, ())
+    alone = [sampled(Sampler(64), logits[i : i + 1], [rows[i]], ())[0] for i in range(len(rows))]
     order = data.draw(st.permutations(range(len(rows))))
-    shuffled = Sampler(64).sample(logits[list(order)], [rows[i] for i in order], ())
+    shuffled = sampled(Sampler(64), logits[list(order)], [rows[i] for i in order], ())
     assert together == alone
     assert [together[i] for i in order] == shuffled
 
@@ -144,14 +154,14 @@ def test_a_full_size_vocabulary_draws_the_same_at_every_batch_size_window_and_th
         GREEDY,
     ]
     rows = [row(params, seed=seed) for seed, params in enumerate(sampling)]
-    together = Sampler().sample(logits, rows, ())
+    together = sampled(Sampler(), logits, rows, ())
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        assert Sampler(window=262_144).sample(logits, rows, ()) == together
+        assert sampled(Sampler(window=262_144), logits, rows, ()) == together
     finally:
         torch.set_num_threads(threads)
-    assert [Sampler(window=8).sample(logits[i : i + 1], [rows[i]], ())[0] for i in range(6)] == together
+    assert [sampled(Sampler(window=8), logits[i : i + 1], [rows[i]], ())[0] for i in range(6)] == together
 
 
 @pytest.mark.parametrize(
@@ -188,15 +198,15 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
     logits = torch.zeros(1, 1000)
     after_preemption = row(PLAIN, seed=3, position=40)
     after_preemption.num_computed, after_preemption.num_new = 0, 40
-    first = Sampler().sample(logits, [row(PLAIN, seed=3, position=40)], ())
-    assert Sampler().sample(logits, [after_preemption], ()) == first
-    assert Sampler().sample(logits, [row(PLAIN, seed=4, position=40)], ()) != first
-    assert Sampler().sample(logits, [row(PLAIN, seed=3, position=41)], ()) != first
+    first = sampled(Sampler(), logits, [row(PLAIN, seed=3, position=40)], ())
+    assert sampled(Sampler(), logits, [after_preemption], ()) == first
+    assert sampled(Sampler(), logits, [row(PLAIN, seed=4, position=40)], ()) != first
+    assert sampled(Sampler(), logits, [row(PLAIN, seed=3, position=41)], ()) != first
 
 
 def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [2.0, 2.0, 2.0, 2.0]], dtype=torch.bfloat16)
-    assert Sampler().sample(logits, [row(GREEDY), row(GREEDY)], ()) == [1, 0]
+    assert sampled(Sampler(), logits, [row(GREEDY), row(GREEDY)], ()) == [1, 0]
 
 
 def test_top_k_keeps_exactly_k_of_equal_logits_and_the_lowest_ids() -> None:
@@ -210,7 +220,7 @@ def test_top_p_is_measured_on_what_top_k_left_when_the_window_is_narrower_than_b
     """Half of five equal tokens are three; half of the whole vocabulary of eight would be four."""
     sampling = SamplingParams(max_tokens=8, top_k=5, top_p=0.5)
     rows = [row(sampling, position=10 + i) for i in range(200)]
-    assert set(Sampler(window).sample(torch.zeros(200, 8), rows, ())) == {0, 1, 2}
+    assert set(sampled(Sampler(window), torch.zeros(200, 8), rows, ())) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, SamplingParams(max_tokens=8, min_p=1e-9)])
@@ -221,7 +231,7 @@ def test_the_ends_of_the_unit_interval_draw_the_first_and_the_last_token_with_we
     """u = 0 must not hit a masked token in front, u → 1 must not round past the last one."""
     monkeypatch.setattr("engine.sampler.uniform", lambda seed, position: extreme)
     logits = torch.tensor([[-math.inf, -math.inf, 0.5, 0.4, -math.inf]])
-    assert Sampler().sample(logits, [row(sampling)], ()) == [expected]
+    assert sampled(Sampler(), logits, [row(sampling)], ()) == [expected]
 
 
 @pytest.mark.parametrize("top_p", [0.0, 1e-12, 0.1])
@@ -239,9 +249,9 @@ def test_a_temperature_close_to_zero_is_greedy_but_draws_among_ties(temperature:
 def test_a_huge_temperature_is_uniform_over_what_is_not_masked(temperature: float) -> None:
     logits = torch.tensor([[100.0, -math.inf, -100.0, 0.0]]).expand(4000, -1)
     sampling = SamplingParams(max_tokens=8, temperature=temperature)
-    tokens = Sampler().sample(logits, [row(sampling, position=10 + i) for i in range(4000)], ())
+    tokens = sampled(Sampler(), logits, [row(sampling, position=10 + i) for i in range(4000)], ())
     assert set(tokens) == {0, 2, 3}
-    assert chi_square(Counter(tokens), [1 / 3, 0, 1 / 3, 1 / 3]) < 13.8
+    assert chi_square(counted(tokens), [1 / 3, 0, 1 / 3, 1 / 3]) < 13.8
 
 
 @pytest.mark.parametrize(
@@ -253,7 +263,7 @@ def test_masked_tokens_are_never_drawn(sampling: SamplingParams) -> None:
     logits[:, 5] = 1.0
     logits[:, 40] = 0.5
     rows = [row(sampling, position=10 + i) for i in range(500)]
-    assert set(Sampler().sample(logits, rows, ())) == {5, 40}
+    assert set(sampled(Sampler(), logits, rows, ())) == {5, 40}
 
 
 def test_min_tokens_masks_every_eos_until_it_is_reached() -> None:
@@ -261,25 +271,62 @@ def test_min_tokens_masks_every_eos_until_it_is_reached() -> None:
     sampling = SamplingParams(max_tokens=8, temperature=0.0, min_tokens=2)
     logits = torch.tensor([[0.0, 9.0, 1.0, 8.0]]).expand(4, -1)
     rows = [row(sampling, position=10 + n, num_prompt_tokens=10) for n in range(3)] + [row(GREEDY)]
-    assert Sampler().sample(logits, rows, (1, 3)) == [2, 2, 1, 1]
+    assert sampled(Sampler(), logits, rows, (1, 3)) == [2, 2, 1, 1]
     assert logits[0].tolist() == [0.0, 9.0, 1.0, 8.0]  # the caller's logits are not touched
 
 
 def test_ignore_eos_does_not_mask() -> None:
     """The token is drawn as ever; that it ends nothing is the engine's business."""
     sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    assert Sampler().sample(torch.tensor([[0.0, 9.0]]), [row(sampling)], (1,)) == [1]
+    assert sampled(Sampler(), torch.tensor([[0.0, 9.0]]), [row(sampling)], (1,)) == [1]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, PLAIN, SamplingParams(max_tokens=8, top_k=3, top_p=0.5, min_p=0.1)])
 @pytest.mark.parametrize("bad", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
-def test_rows_without_a_distribution_are_named_and_the_others_can_be_sampled_again(
+def test_rows_without_a_distribution_are_named_and_the_others_are_drawn(
     sampling: SamplingParams, bad: list[float]
 ) -> None:
     """One poisoned row must neither end its neighbours nor come out as a token."""
     logits = torch.tensor([[0.0, 1.0, 9.0], bad, [9.0, 1.0, 0.0], bad])
     rows = [row(GREEDY), row(sampling), row(GREEDY), row(sampling)]
-    with pytest.raises(NonFiniteLogitsError, match=r"rows \[1, 3\]") as caught:
-        Sampler().sample(logits, rows, ())
-    assert caught.value.row_indices == (1, 3)
-    assert Sampler().sample(logits[[0, 2]], [rows[0], rows[2]], ()) == [2, 0]
+    for sampler in (Sampler(), Sampler(may_wait=False)):
+        drawn = sampler.sample(logits, rows, ())
+        assert drawn.is_finite.tolist() == [True, False, True, False]
+        assert FetchedTokens(drawn).wait() == [2, None, 0, None]
+        # What a poisoned row draws goes into the next step before anyone has seen it: it must be a token at least.
+        assert bool(((drawn.token_ids >= 0) & (drawn.token_ids < 3)).all())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    vocab_size=st.sampled_from([1, 2, 17, 300]),
+    batch=st.lists(any_params, min_size=1, max_size=6),
+    window=st.sampled_from([1, 4, 64]),
+)
+def test_a_sampler_that_looks_at_no_value_draws_the_same(
+    seed: int, vocab_size: int, batch: list[SamplingParams], window: int
+) -> None:
+    logits = torch.randn(len(batch), vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+    rows = [row(sampling, seed=index, position=11 + index) for index, sampling in enumerate(batch)]
+    assert sampled(Sampler(window, may_wait=False), logits, rows, ()) == sampled(Sampler(window), logits, rows, ())
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """On the meta device there are no values: whoever looks at one, or chooses a path by one, fails."""
+    early = SamplingParams(max_tokens=8, min_tokens=4)
+    asking = SamplingParams(max_tokens=8, logit_bias={1: 2.0}, presence_penalty=1.0, repetition_penalty=1.2)
+    cases = [
+        GREEDY,
+        PLAIN,
+        SamplingParams(max_tokens=8, top_k=3),
+        SamplingParams(max_tokens=8, top_p=0.7),
+        early,
+        asking,
+    ]
+    logits = torch.empty(len(cases), 1000, dtype=torch.bfloat16, device="meta")
+    rows = [row(sampling) for sampling in cases]
+    drawn = Sampler(may_wait=False).sample(logits, rows, (1, 3))
+    assert (drawn.token_ids.shape, drawn.token_ids.device.type) == ((len(cases),), "meta")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        Sampler().sample(logits, rows, (1, 3))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from engine.batch import SchedulerOutput, StepResult
 from engine.errors import ModelLoadError
 from engine.prefix_index import PrefixIndex, PrefixMatch
 from engine.scoped_tokens import ScopedTokens
 from engine.self_test import prove_reuse
+from tests.engine.fake_runner import FakeStep
 from tests.engine.harness import Harness
 
 
@@ -40,10 +42,15 @@ def test_a_cache_that_never_hits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_cache_that_changes_the_answer_is_noticed() -> None:
     harness = Harness()
-    original = harness.runner.execute
-    harness.runner.execute = lambda output: [
-        token if token is None or output.sequences[0].num_computed in (0, 9) else (token + 1) % 255
-        for token in original(output)
-    ]
+    original = harness.runner.launch
+
+    def spoiled(output: SchedulerOutput) -> FakeStep:
+        step = original(output)
+        if output.sequences[0].num_computed not in (0, 9) and step.result is not None:
+            others = [token if token is None else (token + 1) % 255 for token in step.result.token_ids]
+            step.result = StepResult(others)
+        return step
+
+    harness.runner.launch = spoiled
     with pytest.raises(ModelLoadError, match="answered"):
         prove_reuse(harness.engine, caching=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
 
 import msgspec
 
@@ -17,7 +16,7 @@ from engine.engine import LLMEngine, new_incarnation
 from engine.measured_engine import MeasuredEngine
 from engine.server import EngineServer
 from engine.settings import engine_endpoint, load_settings
-from tests.engine.fake_runner import FakeRunner
+from tests.engine.fake_runner import FakeRunner, FakeStep
 from tests.engine.harness import engine_info
 from tests.gateway.byte_tokenizer import byte_tokenizer
 from tests.gateway.chat_templates import CHATML, SPECIAL_TOKENS
@@ -30,9 +29,9 @@ STEP_SECONDS = 0.002
 class SlowRunner(FakeRunner):
     """Takes its time, so that requests overlap."""
 
-    def execute(self, output: SchedulerOutput) -> Sequence[int | None]:  # type: ignore[override]
+    def launch(self, output: SchedulerOutput) -> FakeStep:
         time.sleep(STEP_SECONDS)
-        return super().execute(output)
+        return super().launch(output)
 
 
 def main() -> None:

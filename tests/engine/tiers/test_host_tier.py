@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from engine.sampler import NonFiniteLogitsError
 from engine.tiers.fetch_gate import FetchGate
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import SCOPE_A, SCOPE_B, VOCAB, Harness
@@ -85,7 +84,7 @@ def test_logits_that_are_no_numbers_come_after_the_copies() -> None:
     harness.generate(prompt, 1)
     harness.submit(list(range(100, 128)), 1, name="evicts")  # in mid-prefill, so its row is not sampled
     harness.submit([200, 201], 3, name="beside")
-    harness.runner.fail_next = NonFiniteLogitsError([0])
+    harness.runner.lose_rows = frozenset({1})
     harness.run()
     assert list(harness.failures) == ["beside"]
     assert harness.tokens_of("evicts") == expect(list(range(100, 128)), 1)

@@ -29,6 +29,7 @@ def _machine_store(shared_store: StoreProcess) -> None:
 
 class TieredMachine(RuleBasedStateMachine):
     store: StoreProcess
+    runs_ahead = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,6 +50,7 @@ class TieredMachine(RuleBasedStateMachine):
             chunk=8,
             max_num_seqs=4,
             incarnation=str(self.lives),
+            runs_ahead=self.runs_ahead,
         )
         self.engine = TieredEngine(Path(self.directory.name), self.store.url, options).loaded()
         self.harness = self.engine.harness
@@ -181,3 +183,13 @@ class TieredMachine(RuleBasedStateMachine):
 
 TestTieredMachine = TieredMachine.TestCase
 TestTieredMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+class AheadTieredMachine(TieredMachine):
+    """The same over a device that runs ahead: copies, too, are as late as they can be."""
+
+    runs_ahead = True
+
+
+TestAheadTieredMachine = AheadTieredMachine.TestCase
+TestAheadTieredMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -43,6 +43,7 @@ class TieredOptions:
     max_pending: int = 65_536
     fingerprint: str = FINGERPRINT
     preload: bool = False
+    runs_ahead: bool = False
 
 
 def host_only(num_slots: int, block_size: int = 4, policy: Policy = "lru") -> TieredCache:
@@ -102,6 +103,7 @@ class TieredEngine:
             options.token_budget,
             options.chunk,
             tiers=self.tiers,
+            runs_ahead=options.runs_ahead,
         )
 
     def __enter__(self) -> Self:
