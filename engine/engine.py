@@ -38,7 +38,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from engine.batch import ScheduledSequence, SchedulerOutput, StepResult, TransferReport
+from engine.batch import ScheduledSequence, SchedulerOutput, StepResult, TokenLogprobs, TransferReport
 from engine.erasure import Selection
 from engine.errors import (
     ContextLengthExceededError,
@@ -53,6 +53,7 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.output_stream import OutputRules, OutputStream
 from engine.prefill_speed import PrefillSpeed
 from engine.protocol import (
+    MAX_TOP_LOGPROBS,
     CacheVerified,
     Delta,
     DocumentStats,
@@ -212,6 +213,8 @@ class LLMEngine:
             raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
         if any(not 0 <= token_id < self._info.vocab_size for token_id in sampling.logit_bias):
             raise InvalidRequestError("a token id is outside the model's vocabulary", param="logit_bias")
+        if not 0 <= (sampling.num_logprobs or 0) <= MAX_TOP_LOGPROBS:
+            raise InvalidRequestError(f"num_logprobs must be from 0 to {MAX_TOP_LOGPROBS}", param="num_logprobs")
         if not all(sampling.stop):
             raise InvalidRequestError("an empty stop string would end every text", param="stop")
         if not (math.isfinite(policy.weight) and policy.weight > 0):
@@ -315,7 +318,7 @@ class LLMEngine:
                 if index in result.without_logits:
                     messages.append(self._fail_row(request))
                 else:
-                    self._advance(request, sequence, result.token_ids[index], messages)
+                    self._advance(request, sequence, result.token_ids[index], result.logprobs.get(index), messages)
         except Exception as error:  # noqa: BLE001
             return messages + self._reset_cache(error)
         return messages
@@ -330,7 +333,12 @@ class LLMEngine:
             self.tiers.gate.prefill.observe(step.num_tokens, seconds)
 
     def _advance(
-        self, request: Request, sequence: ScheduledSequence, token_id: int | None, messages: list[Delta | Failure]
+        self,
+        request: Request,
+        sequence: ScheduledSequence,
+        token_id: int | None,
+        logprobs: TokenLogprobs | None,
+        messages: list[Delta | Failure],
     ) -> None:
         request.num_pending_tokens -= sequence.sample
         if request.state is RequestState.RUNNING:  # else it was preempted while the step ran, and holds no block
@@ -338,7 +346,7 @@ class LLMEngine:
         if token_id is None:
             return
         try:
-            delta = self._push(request, token_id)
+            delta = self._push(request, token_id, logprobs)
         except Exception:
             logger.exception("the output of request %s cannot be made; it ends", request.request_id)
             messages.append(self._fail(request, EngineStepError("this request's output could not be made into text")))
@@ -346,14 +354,14 @@ class LLMEngine:
         if delta is not None:
             messages.append(delta)
 
-    def _push(self, request: Request, token_id: int) -> Delta | None:
+    def _push(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> Delta | None:
         request.append_output(token_id)
         counters = self._counters_of(request)
         counters.num_output_tokens += 1
         if request.num_output_tokens == 1 and request.account is not None and not request.shares_account:
             counters.num_prompt_tokens += request.num_prompt_tokens
             counters.num_cached_tokens += request.account.num_cached_tokens
-        delta = self._streams[request.request_id].push(token_id)
+        delta = self._streams[request.request_id].push(token_id, logprobs)
         if delta is not None and delta.finish_reason is not None:
             self._end(request)
             counters.num_requests_finished += 1

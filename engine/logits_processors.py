@@ -8,8 +8,8 @@
 
 The order is that of transformers and vLLM; only the repetition penalty makes it matter. What a row has said is read
 from its token ids, so nothing has to be kept from step to step, and a preempted request is penalised as before. Each
-operation is on one element, rounded once, so a row's bits do not depend on the rows beside it. Penalties need every token
-before the one that is drawn: such a request takes part in no step that is prepared before the last one is known.
+operation is on one element, rounded once, so a row's bits do not depend on the rows beside it. Penalties need every
+token before the one that is drawn: such a request takes part in no step that is prepared before the last one is known.
 """
 
 from __future__ import annotations

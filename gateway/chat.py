@@ -41,7 +41,13 @@ class ChatCompletions:
         documents, segments = await _build_prompt(request, documents, scopes, model)
         header = answering.header("chatcmpl", model)
         report = self._report(request, documents, segments, call)
-        form = ChatForm(header, documents, report, include_usage=request.body.include_usage)
+        form = ChatForm(
+            header,
+            documents,
+            report,
+            include_usage=request.body.include_usage,
+            has_logprobs=request.body.num_logprobs is not None,
+        )
         prompt = Prompt(segments=segments, document_order=documents.engine_order, pin_top=documents.pin_top)
         return answering.answer(call, request.body, request.max_tokens, model, [prompt], form, header.id)
 

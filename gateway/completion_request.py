@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.errors import InvalidRequestError
+from engine.protocol import MAX_TOP_LOGPROBS
 from gateway.generation_fields import GenerationFields, TokenId, check_min_tokens, read_fields
 from gateway.inert_parameters import COMPLETION, without_inert
 from gateway.json_body import json_object
@@ -27,6 +28,11 @@ PromptField = TextPrompt | list[TextPrompt | TokenId | list[TokenId]]
 
 class CompletionBody(GenerationFields, frozen=True, kw_only=True):
     prompt: PromptField
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):

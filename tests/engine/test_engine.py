@@ -352,6 +352,8 @@ def test_output_that_cannot_be_made_into_text_ends_its_own_request_only(monkeypa
         ({"policy": TenantPolicy(max_running=0)}, "policy.max_running"),
         ({"sampling": SamplingParams(max_tokens=1, stop=("",))}, "stop"),
         ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ({"sampling": SamplingParams(max_tokens=1, num_logprobs=21)}, "num_logprobs"),
+        ({"sampling": SamplingParams(max_tokens=1, num_logprobs=-1)}, "num_logprobs"),
         ({"sampling": SamplingParams(max_tokens=1, logit_bias={VOCAB: 1.0})}, "logit_bias"),
         ({"sampling": SamplingParams(max_tokens=1, logit_bias={-1: 1.0})}, "logit_bias"),
         ({"segments": ()}, "messages"),

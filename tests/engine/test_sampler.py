@@ -315,15 +315,9 @@ def test_a_sampler_that_looks_at_no_value_draws_the_same(
 def test_nothing_waits_for_the_device() -> None:
     """On the meta device there are no values: whoever looks at one, or chooses a path by one, fails."""
     early = SamplingParams(max_tokens=8, min_tokens=4)
-    asking = SamplingParams(max_tokens=8, logit_bias={1: 2.0}, presence_penalty=1.0, repetition_penalty=1.2)
-    cases = [
-        GREEDY,
-        PLAIN,
-        SamplingParams(max_tokens=8, top_k=3),
-        SamplingParams(max_tokens=8, top_p=0.7),
-        early,
-        asking,
-    ]
+    penalised = SamplingParams(max_tokens=8, logit_bias={1: 2.0}, presence_penalty=1.0, repetition_penalty=1.2)
+    cases = [GREEDY, PLAIN, SamplingParams(max_tokens=8, top_k=3), SamplingParams(max_tokens=8, top_p=0.7)]
+    cases += [early, penalised, SamplingParams(max_tokens=8, num_logprobs=3)]
     logits = torch.empty(len(cases), 1000, dtype=torch.bfloat16, device="meta")
     rows = [row(sampling) for sampling in cases]
     drawn = Sampler(may_wait=False).sample(logits, rows, (1, 3))

@@ -25,6 +25,7 @@ from engine.protocol import (
     Delta,
     DocumentStats,
     DocumentUse,
+    DrawnToken,
     EngineInfo,
     EngineStats,
     Erase,
@@ -38,6 +39,7 @@ from engine.protocol import (
     Segment,
     SegmentKind,
     Submit,
+    TokenLogprob,
     unpack_tokens,
 )
 from tests.gateway.byte_tokenizer import byte_tokenizer
@@ -245,6 +247,7 @@ class FakeEngine:
                 request_id=submit.request_id,
                 text=char,
                 num_output_tokens=i,
+                tokens=_drawn(char, submit.sampling.num_logprobs),
                 account=account if i == 1 else None,
                 document_order=order if i == 1 else None,
                 finish_reason=last,
@@ -301,6 +304,14 @@ class FakeEngine:
             self._blocks[block] = (submit.tenant_id, _documents_before(submit.segments, end))
         tail = len(ids) % BLOCK_SIZE or 1
         return PromptAccount(device=cached, cold=max(len(ids) - cached - tail, 0), partial_block=tail)
+
+
+def _drawn(char: str, num_logprobs: int | None) -> tuple[DrawnToken, ...]:
+    """A character is its token, with the letters from `a` on as the best beside it."""
+    if num_logprobs is None:
+        return ()
+    top = tuple(TokenLogprob(bytes([97 + i]), -0.5 - i) for i in range(num_logprobs))
+    return (DrawnToken(char.encode(), -0.25, top),)
 
 
 def _scope_at(segments: tuple[Segment, ...], end: int) -> bytes:
