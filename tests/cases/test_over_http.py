@@ -139,6 +139,36 @@ def test_streams_and_whole_answers_have_the_same_usage_field_by_field(stack: Sta
     assert text == whole["choices"][0]["message"]["content"]
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_parallel_samples_and_several_prompts_are_counted_once_by_usage_and_by_the_engine(
+    stack: Stack, caching: bool
+) -> None:
+    """litellm#36168: usage four-fold. The sum of all usage is what the engine counted (I9), and computed."""
+    chat = ask(stack, n=4, seed=3, use_cache=caching).json()
+    prompts = ["a text of its own " * 9, "and another one " * 7]
+    texts = stack.gateway.http.post(
+        "/v1/completions",
+        json={"model": MODEL, "prompt": prompts, "n": 3, "seed": 3, "max_tokens": 8, "use_cache": caching},
+        headers=stack.gateway.headers(),
+    ).json()
+    assert len({choice["message"]["content"] for choice in chat["choices"]}) == 4
+    assert len({choice["text"] for choice in texts["choices"]}) == 6
+    assert texts["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    stats = stack.wait_idle()
+    asked = [chat["usage"], texts["usage"]]
+    assert stats.num_prompt_tokens == sum(usage["prompt_tokens"] for usage in asked)
+    assert stats.num_output_tokens == sum(usage["completion_tokens"] for usage in asked) == 8 * 10
+    assert stats.num_cached_tokens == 0
+    # Each sample but the first computes the last token of its prompt once more, for its logits.
+    assert stats.num_computed_tokens == stats.num_prompt_tokens + 3 + 2 * 2 + 10 * 7
+    assert stats.num_active_blocks == 0
+
+
+def test_a_sample_is_the_same_whatever_n_is(stack: Stack) -> None:
+    alone = ask(stack, seed=11).json()["choices"][0]
+    assert ask(stack, seed=11, n=3).json()["choices"][0] == alone
+
+
 def test_a_normal_finish_sends_no_abort(stack: Stack) -> None:
     for stream in (False, True):
         ask(stack, stream=stream)
@@ -148,18 +178,18 @@ def test_a_normal_finish_sends_no_abort(stack: Stack) -> None:
 
 def _leave(stack: Stack, rng: random.Random) -> None:
     """Open a connection, send some or all of a request, read some or nothing of the answer, and go."""
-    payload = json.dumps(
-        body(
-            QUESTION[: rng.randrange(len(QUESTION))] or "x",
-            stream=rng.random() < 0.6,
-            max_tokens=rng.choice([4, 900]),
-            n=rng.choice([1, 1, 3]),
-        )
-    ).encode()
+    text, route = QUESTION[: rng.randrange(len(QUESTION))] or "x", rng.choice(["chat/completions", "completions"])
+    given: dict[str, object] = {
+        "stream": rng.random() < 0.6,
+        "max_tokens": rng.choice([4, 900]),
+        "n": rng.choice([1, 1, 3]),
+    }
+    fields = body(text, **given) if route != "completions" else {"model": MODEL, "prompt": [text, "y"], **given}
+    payload = json.dumps(fields).encode()
     headers = {**stack.gateway.headers(rng.choice(["alice", "bob"])), "content-type": "application/json"}
     connection = http.client.HTTPConnection("127.0.0.1", stack.gateway.port, timeout=20)
     connection.connect()
-    connection.putrequest("POST", "/v1/chat/completions")
+    connection.putrequest("POST", f"/v1/{route}")
     for name, value in {**headers, "content-length": str(len(payload))}.items():
         connection.putheader(name, value)
     connection.endheaders()
