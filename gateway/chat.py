@@ -40,7 +40,7 @@ class ChatCompletions:
             documents = await self._retriever.documents(request, call.caller.tenant, scopes, model)
         documents, segments = await _build_prompt(request, documents, scopes, model)
         header = answering.header("chatcmpl", model)
-        report = self._report(request, documents, segments, call)
+        report = self._report(request, documents, segments, call, model)
         form = ChatForm(
             header,
             documents,
@@ -62,9 +62,14 @@ class ChatCompletions:
         return replace(request, messages=(Message("system", prompt.text), *request.messages))
 
     def _report(
-        self, request: ChatRequest, documents: ChatDocuments, segments: tuple[Segment, ...], call: Call
+        self,
+        request: ChatRequest,
+        documents: ChatDocuments,
+        segments: tuple[Segment, ...],
+        call: Call,
+        model: ServedModel,
     ) -> ReportRequest | None:
-        outline = Outline.of(request, documents.latest)
+        outline = Outline.of(request, documents.latest, drops_reasoning=model.prompts.drops_reasoning)
         earlier = self._history.note(call.caller.tenant.id, outline)
         if not request.body.cache_report and call.headers.get("x-radixgate-cache-report", "0") != "1":
             return None
