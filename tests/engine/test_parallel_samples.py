@@ -143,7 +143,7 @@ def test_a_sibling_of_another_prompt_scope_or_tenant_is_refused(change: dict[str
     harness = Harness()
     leader = harness.submit([1, 2, 3])
     with pytest.raises(InvalidRequestError) as caught:
-        harness.submit(**{"prompt": [1, 2, 3], "scope": SCOPE_A, "sibling_of": leader, **change})  # type: ignore[arg-type]
+        harness.submit(**{"prompt": [1, 2, 3], "scope": SCOPE_A, "sibling_of": leader, **change})
     assert caught.value.param == "sibling_of"
 
 
