@@ -57,7 +57,7 @@ CHAT = Inert(
     _CHAT_HARMLESS,
     frozenset({"audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"}),
 )
-COMPLETION = Inert({"echo": Neutral((False,)), "suffix": Neutral(("",)), "best_of": Neutral((1,))}, {}, frozenset())
+COMPLETION = Inert({"echo": Neutral((False,)), "suffix": Neutral(("",))}, {}, frozenset())
 
 
 def without_inert(body: Mapping[str, object], inert: Inert) -> dict[str, object]:

@@ -56,6 +56,8 @@ def test_several_prompts_and_n_choices_are_counted_over_all_prompts(gateway: Run
     """LangChain sends twenty prompts a call. Each prompt counts once, whatever `n`; choices are numbered through."""
     prompts = ["one", "number two"]
     with gateway.client() as client:
+        client.completions.create(model=MODEL, prompt="x", n=2, best_of=2)
+        gateway.engine.submitted.clear()
         if stream:
             texts, usage = [""] * 4, None
             for chunk in client.completions.create(
