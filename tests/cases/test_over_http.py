@@ -68,6 +68,15 @@ def test_another_tenant_repeating_a_prompt_gets_nothing_of_it_and_the_first_gets
     assert ask(stack, "alice").json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def test_text_completions_of_two_tenants_share_nothing_and_of_one_all_but_the_last_token(stack: Stack) -> None:
+    cached: list[int] = []
+    for tenant in ("alice", "bob", "alice"):
+        given = {"model": MODEL, "prompt": QUESTION, "max_tokens": 1, "n": 2}
+        answer = stack.gateway.http.post("/v1/completions", json=given, headers=stack.gateway.headers(tenant)).json()
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 0, len(QUESTION) // BLOCK_SIZE * BLOCK_SIZE]
+
+
 def test_a_salt_of_the_victim_opens_nothing(stack: Stack) -> None:
     """vllm#53347: the salt was the caller's, so an attacker sent the victim's."""
     ask(stack, "alice", cache_salt="alice-salt")
