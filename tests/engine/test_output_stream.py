@@ -42,19 +42,25 @@ def run(token_ids: Sequence[int], *, tokenizer: Tokenizer | None = None, **sampl
 
 
 def test_each_token_comes_with_its_text_and_the_end_of_turn_is_none() -> None:
-    assert run([5, 6, EOS]) == [("w5 ", [b"w5 "]), ("w6 ", [b"w6 "]), ("", [])]
+    assert run([5, 6, EOS]) == [("w5 ", [b"w5 "]), (" w6 ", [b" w6 "]), ("", [])]
 
 
 def test_tokens_that_a_stop_string_cuts_off_are_not_told_of() -> None:
     """Held back while they may become a stop string; then they are either text, or nothing."""
-    assert run([5, 6, 7], stop=("w6 w7",)) == [("w5 ", [b"w5 "]), ("", [])]
-    assert run([5, 6, 8, EOS], stop=("w6 w7",)) == [("w5 ", [b"w5 "]), ("w6 w8 ", [b"w6 ", b"w8 "]), ("", [])]
+    stop = (" w6  w7",)
+    assert run([5, 6, 7], stop=stop) == [("w5", [b"w5 "]), (" ", []), ("", [])]
+    assert run([5, 6, 8, EOS], stop=stop) == [
+        ("w5", [b"w5 "]),
+        (" ", []),
+        (" w6  w8", [b" w6 ", b" w8 "]),
+        (" ", []),
+    ]
     # Cut in its middle, a token has come out in part: it is told of.
-    assert run([5, 6], stop=("6",)) == [("w5 ", [b"w5 "]), ("w", [b"w6 "])]
+    assert run([5, 6], stop=("6",)) == [("w5 ", [b"w5 "]), (" w", [b" w6 "])]
 
 
 def test_what_is_still_held_at_the_last_token_comes_with_it() -> None:
-    assert run([5, 6], stop=("w6 w7",), max_tokens=2) == [("w5 ", [b"w5 "]), ("w6 ", [b"w6 "])]
+    assert run([5, 6], stop=(" w6  w7",), max_tokens=2) == [("w5", [b"w5 "]), ("  w6 ", [b" w6 "])]
 
 
 def test_the_parts_of_a_character_come_with_the_character() -> None:
