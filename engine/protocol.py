@@ -93,11 +93,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0  # end-of-turn tokens and stop strings are not honoured before
     ignore_eos: bool = False
 
-    @property
-    def reads_output(self) -> bool:
-        """Whether drawing a token takes to know the tokens before it."""
-        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
-
 
 class PromptAccount(msgspec.Struct, frozen=True, kw_only=True):
     """Where each prompt token came from; fixed at first admission, so that preemption never counts twice.

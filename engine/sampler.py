@@ -137,10 +137,16 @@ class Sampler:
         self._window = window
         self._may_wait = may_wait
 
-    def sample(self, logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Sequence[int]) -> SampledTokens:
-        """One token a row of `logits` [B, V], which are left as they are."""
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[ScheduledSequence],
+        eos_token_ids: Sequence[int],
+        newest: Tensor | None = None,
+    ) -> SampledTokens:
+        """One token a row of `logits` [B, V], which are left as they are. `newest` as in `process_logits`."""
         assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} sequences"
-        raw, logits = logits, _mask_eos(process_logits(logits, rows), rows, eos_token_ids)
+        raw, logits = logits, _mask_eos(process_logits(logits, rows, newest), rows, eos_token_ids)
         highest, token_ids = logits.max(dim=-1)  # [B], [B]; the first of equal logits
         # max() carries a NaN on, and is −inf only when the whole row is: the maxima stand for all of the logits.
         is_finite = torch.isfinite(highest)

@@ -116,8 +116,6 @@ class Scheduler:
             return 0
         if pending and limit is not None and request.num_tokens + pending >= limit:
             return 0
-        if _awaits_its_token(request):
-            return 0
         return request.num_tokens + pending - request.num_computed_tokens
 
     def _schedule_running(self, request: Request, step: _Step) -> None:
@@ -174,7 +172,7 @@ class Scheduler:
 
     def _admit(self, request: Request, step: _Step) -> bool:
         """Start a request, or park it; False when it has to wait for room, and everyone else with it."""
-        if self.manager.still_lacks_room(request) or _awaits_its_token(request):
+        if self.manager.still_lacks_room(request):
             return False
         self.manager.arrange_documents(request)
         prefix = self.manager.plan(request)
@@ -229,11 +227,6 @@ class _Step:
             copies=[admission.copy for admission in admissions if admission.copy is not None],
             fetches=[fetch for admission in admissions for fetch in admission.fetches],
         )
-
-
-def _awaits_its_token(request: Request) -> bool:
-    """Whether its next token is drawn by one that the device has not told yet."""
-    return request.num_pending_tokens > 0 and request.sampling.reads_output
 
 
 def _sequence(request: Request, count: int) -> ScheduledSequence:

@@ -76,6 +76,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     output_token_weight: Annotated[float, Meta(ge=0)] = 2.0
     ghost_entries: NotNegative = 65536  # evicted keys that are remembered
     threads: NotNegative = 0  # torch's; 0: the machine's cores
+    tensor_parallel_size: Positive = 1  # processes, each with a device and a share of every layer
 
 
 class TierSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -349,10 +350,28 @@ def _check(settings: Settings) -> None:
             "tiers.disk_size: blocks reach the disk through host memory; set tiers.host_memory, or this to 0",
             param="tiers.disk_size",
         )
+    _check_ranks(settings)
     _check_budget(settings.engine)
     _check_chunks(settings.retrieval)
     _check_urls(settings)
     _check_tenants(settings.tenants)
+
+
+def _check_ranks(settings: Settings) -> None:
+    if settings.engine.tensor_parallel_size == 1:
+        return
+    if settings.tiers.host_memory:
+        raise ConfigError(
+            "engine.tensor_parallel_size above 1 keeps no blocks below the device, since each rank has only its own "
+            "heads' part of a block: set tiers.host_memory and tiers.disk_size to 0",
+            param="tiers.host_memory",
+        )
+    if ":" in settings.engine.device:
+        raise ConfigError(
+            f"engine.device = {settings.engine.device!r} names one device, for "
+            f"engine.tensor_parallel_size = {settings.engine.tensor_parallel_size} of them: say cuda",
+            param="engine.device",
+        )
 
 
 def _check_budget(engine: EngineSettings) -> None:

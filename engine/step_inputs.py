@@ -10,7 +10,10 @@
         cu_seqlens_q  0  1  2  2  2     a padded sequence has no new token: attention skips it
 
 A token that the step before samples is not known on the host while this step is prepared. It lies on the device, in
-`SampledTokens`, and `resolve_tokens` puts it in its place there.
+`ModelRunner._last_tokens`, and `resolve_tokens` puts it in its place there.
+
+Each array begins at a multiple of 16 bytes, and a row of the table is one of 16 blocks: Triton compiles a kernel anew
+for pointers and strides that are not, in the middle of serving.
 
 Rejected: a tensor an array, as `AttentionMetadata.build` makes them. Six copies a step cost as much CPU time as the
 launch of a captured graph, and each graph needs its inputs where they were when it was captured: one buffer a graph.
@@ -28,7 +31,11 @@ import torch
 from engine.batch import ScheduledSequence
 from kernels.metadata import AttentionMetadata, StepPlan
 
-_LONG, _INT = 8, 4  # bytes
+_ALIGNMENT = 16  # bytes, and blocks of a row of the table
+
+
+def aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +49,20 @@ class StepShape:
     has_sources: bool
 
     @property
-    def num_longs(self) -> int:
-        return (4 if self.has_sources else 3) * self.num_tokens + self.num_rows
-
-    @property
-    def num_bytes_before_tables(self) -> int:
-        return _LONG * self.num_longs + _INT * (2 * self.num_seqs + 1)
+    def sizes(self) -> list[int]:
+        """Bytes of each array, in their order, up to where the next one begins."""
+        per_token = [self.num_tokens] * (4 if self.has_sources else 3)
+        longs = [8 * count for count in (*per_token, self.num_rows)]
+        ints = [4 * count for count in (self.num_seqs + 1, self.num_seqs, self.num_seqs * self.table_width)]
+        return [aligned(size) for size in longs + ints]
 
     @property
     def num_bytes(self) -> int:
-        return self.num_bytes_before_tables + _INT * self.num_seqs * self.table_width
+        return sum(self.sizes)
+
+    @property
+    def num_bytes_before_tables(self) -> int:
+        return sum(self.sizes[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +87,37 @@ class StepInputs:
     @classmethod
     def of(cls, buffer: torch.Tensor, shape: StepShape, plan: StepPlan, block_size: int) -> StepInputs:
         """`buffer`, uint8 [shape.num_bytes], may be filled later; `plan` is what the host decides by."""
-        longs = buffer[: _LONG * shape.num_longs].view(torch.int64)
-        per_token = [shape.num_tokens] * (4 if shape.has_sources else 3)
-        input_ids, positions, slots, *sources, rows = longs.split([*per_token, shape.num_rows])
-        ints = buffer[_LONG * shape.num_longs :].view(torch.int32)
-        cu_seqlens, seq_lens, tables = ints.split(
-            [shape.num_seqs + 1, shape.num_seqs, shape.num_seqs * shape.table_width]
-        )
+        *per_token, rows, cu_seqlens, seq_lens, tables = buffer.split(shape.sizes)
+        input_ids, positions, slots, *sources = (_longs_of(part, shape.num_tokens) for part in per_token)
         return cls(
             input_ids=input_ids,
             positions=positions,
-            logits_rows=rows,
+            logits_rows=_longs_of(rows, shape.num_rows),
             sources=sources[0] if sources else None,
             metadata=AttentionMetadata(
-                block_table=tables.view(shape.num_seqs, shape.table_width),
+                block_table=tables_of(tables, shape),
                 slot_mapping=slots,
-                cu_seqlens_q=cu_seqlens,
-                seq_lens=seq_lens,
+                cu_seqlens_q=_ints_of(cu_seqlens, shape.num_seqs + 1),
+                seq_lens=_ints_of(seq_lens, shape.num_seqs),
                 host_block_tables=plan.block_tables,
                 host_query_lens=plan.query_lens,
                 host_seq_lens=plan.seq_lens,
                 block_size=block_size,
             ),
         )
+
+
+def _longs_of(part: torch.Tensor, count: int) -> torch.Tensor:
+    return part.view(torch.int64)[:count]
+
+
+def _ints_of(part: torch.Tensor, count: int) -> torch.Tensor:
+    return part.view(torch.int32)[:count]
+
+
+def tables_of(part: torch.Tensor, shape: StepShape) -> torch.Tensor:
+    """Block tables, int32 [num_seqs, table_width], of a buffer's last array."""
+    return _ints_of(part, shape.num_seqs * shape.table_width).view(shape.num_seqs, shape.table_width)
 
 
 def decode_shape(num_seqs: int, table_width: int) -> StepShape:
@@ -118,28 +137,27 @@ def pack_step(
         [row.num_new for row in sequences],
         block_size,
     )
+    table_width = aligned(plan.table_width)
     if pad_to is not None:
-        shape = decode_shape(pad_to, plan.table_width)
+        shape = decode_shape(pad_to, table_width)
     else:
         shape = StepShape(
             num_tokens=sum(plan.query_lens),
             num_seqs=len(sequences),
             num_rows=sum(row.sample for row in sequences),
-            table_width=plan.table_width,
+            table_width=table_width,
             has_sources=any(row.takes_last for row in sequences),
         )
-    longs = _longs(sequences, plan, rows_before, shape)
-    ints = _ints(plan, shape)
-    tables = plan.packed_tables(shape.table_width)
-    packed = bytearray(b"".join((longs.tobytes(), ints.tobytes(), tables)))
-    packed.extend(bytes(shape.num_bytes - len(packed)))  # padded sequences have tables of 0
+    arrays = [*_longs(sequences, plan, rows_before, shape), *_ints(plan, shape)]
+    parts = [*(part.tobytes() for part in arrays), plan.packed_tables(table_width)]
+    packed = bytearray().join(part.ljust(size, b"\0") for part, size in zip(parts, shape.sizes, strict=True))
     buffer = torch.frombuffer(packed, dtype=torch.uint8) if packed else torch.empty(0, dtype=torch.uint8)
     return PackedStep(buffer, shape, plan)
 
 
 def _longs(
     sequences: Sequence[ScheduledSequence], plan: StepPlan, rows_before: Mapping[str, int], shape: StepShape
-) -> array[int]:
+) -> list[array[int]]:
     input_ids, positions, sources = array("q"), array("q"), array("q")
     for row in sequences:
         known = row.token_ids[row.num_computed : row.end - row.takes_last]
@@ -151,19 +169,18 @@ def _longs(
             input_ids.append(0)
             sources.append(rows_before[row.request_id])
     padding = shape.num_tokens - len(input_ids)
-    longs = input_ids + array("q", [0] * padding) + positions + array("q", [0] * padding)
-    longs += array("q", plan.slots) + array("q", [-1] * padding)
-    if shape.has_sources:
-        longs += sources + array("q", [-1] * padding)
+    zeros, nowhere = array("q", [0] * padding), array("q", [-1] * padding)
     rows = array("q", _sampled_rows(sequences))
-    return longs + rows + array("q", range(len(rows), shape.num_rows))
+    rows.extend(range(len(rows), shape.num_rows))
+    per_token = [input_ids + zeros, positions + zeros, array("q", plan.slots) + nowhere]
+    return [*per_token, *([sources + nowhere] if shape.has_sources else []), rows]
 
 
-def _ints(plan: StepPlan, shape: StepShape) -> array[int]:
+def _ints(plan: StepPlan, shape: StepShape) -> list[array[int]]:
     padding = shape.num_seqs - len(plan.seq_lens)
     ends = array("i", accumulate(plan.query_lens, initial=0))
     ends.extend([ends[-1]] * padding)
-    return ends + array("i", plan.seq_lens) + array("i", [0] * padding)
+    return [ends, array("i", plan.seq_lens) + array("i", [0] * padding)]
 
 
 def _sampled_rows(sequences: Sequence[ScheduledSequence]) -> list[int]:

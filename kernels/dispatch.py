@@ -41,24 +41,20 @@ class AttentionKernels:
     store_kv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
     paged_attention: PagedAttentionKernel
     copy_slots: Callable[[torch.Tensor, Iterable[SlotCopy]], None]
+    max_head_dim: int | None = None  # elements; None: any
     # Whether a step, of blocks of that size, has prefixes that it pays to read once for several sequences.
     pays_to_share: Callable[[StepPlan, int], bool] = lambda plan, block_size: False
 
 
-def select_kernels(
-    device: torch.device, name: str = "auto", *, shares_prefixes: bool = True, kv_scales: torch.Tensor | None = None
-) -> AttentionKernels:
+def select_kernels(device: torch.device, name: str = "auto", *, shares_prefixes: bool = True) -> AttentionKernels:
     """A fresh set for `device`: `cpu`, `triton` or `reference`, by name, or `auto` for the device's fastest.
 
     `shares_prefixes`: False for steps that are captured, whose work list cannot change.
-    `kv_scales`: fp32 [num_layers, 2, num_kv_heads], for a cache of 8-bit elements; only the triton kernels have one.
 
     Raises ValueError for a name that is not there, or that the device cannot run.
     """
     if name == "auto":
         name = {"cpu": "cpu", "cuda": "triton"}.get(device.type, "reference")
-    if kv_scales is not None and name != "triton":
-        raise ValueError(f"the {name} kernels know no KV cache of 8-bit elements")
     if name == "reference":
         return AttentionKernels(name, reference.store_kv, reference.paged_attention, reference.copy_slots)
     if name not in _DEVICES:
@@ -66,17 +62,22 @@ def select_kernels(
     if device.type != _DEVICES[name]:
         raise ValueError(f"the {name} kernels cannot run on {device.type}")
     if name == "triton":
-        return _triton_kernels(device, shares_prefixes, kv_scales)
+        return _triton_kernels(device, shares_prefixes)
     cpu = CpuAttention()
     return AttentionKernels(name, cpu.store_kv, cpu.paged_attention, cpu.copy_slots)
 
 
-def _triton_kernels(device: torch.device, shares_prefixes: bool, kv_scales: torch.Tensor | None) -> AttentionKernels:
+def _triton_kernels(device: torch.device, shares_prefixes: bool) -> AttentionKernels:
     # Here, because Triton is not there on every platform that the cpu kernels run on, and takes a second to import.
-    from kernels.heuristics import DeviceModel
+    from kernels.heuristics import HEAD_DIMS, DeviceModel
     from kernels.triton_attention import TritonAttention
 
-    kernels = TritonAttention(DeviceModel.of(device), kv_scales=kv_scales, shares_prefixes=shares_prefixes)
+    kernels = TritonAttention(DeviceModel.of(device), shares_prefixes=shares_prefixes)
     return AttentionKernels(
-        "triton", kernels.store_kv, kernels.paged_attention, kernels.copy_slots, kernels.pays_to_share
+        "triton",
+        kernels.store_kv,
+        kernels.paged_attention,
+        kernels.copy_slots,
+        max_head_dim=HEAD_DIMS[-1],
+        pays_to_share=kernels.pays_to_share,
     )

@@ -90,7 +90,6 @@ class FakeRunner:
         self.lose_rows: frozenset[int] = frozenset()
         self.step_seconds = 0.0
         self.num_computed_tokens = 0
-        self.num_blind_draws = 0  # by tokens that were not known yet when the step was launched
         self.outputs: list[SchedulerOutput] = []
         self.host: HostSlab | None = None
         self.fetch_seconds = 1e-6  # what a fetch is said to take, a block
@@ -201,8 +200,6 @@ class FakeRunner:
         self.num_computed_tokens += sequence.num_new
         if not sequence.sample:
             return None
-        if sequence.sampling.reads_output:
-            self.num_blind_draws += sequence.takes_last
         drawn = _advance(state, sequence.seed) if sequence.sampling.temperature > 0 else state
         return drawn % self.vocab_size
 

@@ -118,7 +118,6 @@ class Harness:
         pinned: bool = False,
         sibling_of: str = "",
         seed: int | None = None,
-        reads_output: bool = False,
         document_order: Literal["given", "cache"] = "given",
     ) -> str:
         """The first `public` tokens are in the public scope (and the public's), the rest in `scope`.
@@ -139,7 +138,6 @@ class Harness:
             max_tokens=max_tokens,
             temperature=0.0 if seed is None else 1.0,
             seed=seed,
-            presence_penalty=float(reads_output),  # of which the fake device only asks to know the tokens
         )
         self.engine.add_request(
             Submit(
@@ -195,4 +193,3 @@ class Harness:
     def check(self) -> None:
         self.manager.check_integrity(self.engine.scheduler.running)
         assert self.engine.stats().num_integrity_failures == 0
-        assert self.runner.num_blind_draws == 0

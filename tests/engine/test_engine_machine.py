@@ -31,7 +31,6 @@ class EngineMachine(RuleBasedStateMachine):
         public=st.sampled_from([0, 6]),
         use_cache=st.booleans(),
         siblings=st.sampled_from([0, 0, 1, 2]),
-        reads_output=st.booleans(),
     )
     def submit(
         self,
@@ -42,7 +41,6 @@ class EngineMachine(RuleBasedStateMachine):
         public: int,
         use_cache: bool,
         siblings: int,
-        reads_output: bool,
     ) -> None:
         prompt, leader = [*range(100, 100 + head), *tail], ""
         for sibling in range(1 + siblings):
@@ -55,7 +53,6 @@ class EngineMachine(RuleBasedStateMachine):
                 use_cache=use_cache or tail[0] > 0,
                 sibling_of=leader,
                 seed=seed,
-                reads_output=reads_output,
             )
             self.prompts[name] = (prompt, count, seed)
             leader = leader or name

@@ -33,16 +33,18 @@ def test_cpu_blocks_fill_the_budget() -> None:
 
 def test_gpu_blocks_are_what_the_largest_batch_leaves() -> None:
     """Counting activations or other processes' memory twice, or not at all, ends in an out-of-memory step later."""
-    memory = DeviceMemory(total=1_000_000, used_by_others=100_000, peak=300_000)
-    assert num_blocks_on_gpu(LAYOUT, EngineSettings(gpu_memory_utilization=0.9), memory) == 500_000 // BLOCK_BYTES
+    memory = DeviceMemory(total=1_000_000, used_by_others=100_000, peak=300_000, graphs=50_000)
+    assert num_blocks_on_gpu(LAYOUT, EngineSettings(gpu_memory_utilization=0.9), memory) == 450_000 // BLOCK_BYTES
 
 
 def test_too_little_memory_names_the_setting() -> None:
     with pytest.raises(ConfigError, match=rf"engine\.kv_cache_memory = .* set it to {MIN_BLOCKS * BLOCK_BYTES}") as cpu:
         num_blocks_on_cpu(LAYOUT, EngineSettings(kv_cache_memory=MIN_BLOCKS * BLOCK_BYTES - 1))
     assert cpu.value.param == "engine.kv_cache_memory"
-    memory = DeviceMemory(total=1_000_000, used_by_others=500_000, peak=600_000)
-    with pytest.raises(ConfigError, match=r"engine\.gpu_memory_utilization = 0\.9 .* leaves 0 bytes"):
+    memory = DeviceMemory(total=1_000_000, used_by_others=300_000, peak=600_000, graphs=50_000)
+    with pytest.raises(
+        ConfigError, match=r"engine\.gpu_memory_utilization = 0\.9 .* leaves 0 bytes .* 50000 of graphs"
+    ):
         num_blocks_on_gpu(LAYOUT, EngineSettings(), memory)
 
 

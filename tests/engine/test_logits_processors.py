@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from engine.batch import ScheduledSequence
 from engine.logits_processors import process_logits
 from engine.protocol import SamplingParams
-from engine.sampler import FetchedTokens, Sampler
+from engine.sampler import Sampler
+from tests.engine.drawn_tokens import sampled
 
 VOCAB = 11
 NOTHING = SamplingParams(max_tokens=8, temperature=0.0)
@@ -33,10 +35,6 @@ def row(sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], 
         num_prompt_tokens=len(prompt),
         sample=True,
     )
-
-
-def drawn(logits: torch.Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Sequence[int]) -> list[int | None]:
-    return FetchedTokens(Sampler().sample(logits, rows, eos_token_ids)).wait()
 
 
 def dumb(logits: Sequence[float], row: ScheduledSequence) -> list[float]:
@@ -102,9 +100,9 @@ def test_a_row_has_the_same_bits_and_draws_the_same_alone_and_in_any_batch(
         alone = process_logits(logits[i : i + 1], [rows[i]])
         assert torch.equal(alone[0].float(), together[i].float())
     order = data.draw(st.permutations(range(len(rows))))
-    found = drawn(logits, rows, ())
-    assert drawn(logits[list(order)], [rows[i] for i in order], ()) == [found[i] for i in order]
-    assert [drawn(logits[i : i + 1], [rows[i]], ())[0] for i in range(len(rows))] == found
+    drawn = sampled(Sampler(), logits, rows, ())
+    assert sampled(Sampler(), logits[list(order)], [rows[i] for i in order], ()) == [drawn[i] for i in order]
+    assert [sampled(Sampler(), logits[i : i + 1], [rows[i]], ())[0] for i in range(len(rows))] == drawn
 
 
 def test_rows_that_ask_for_nothing_cost_no_copy() -> None:
@@ -117,9 +115,9 @@ def test_the_prompt_is_penalised_by_repetition_only() -> None:
     penalised = SamplingParams(max_tokens=8, temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0)
     repeated = SamplingParams(max_tokens=8, temperature=0.0, repetition_penalty=2.0)
     logits = torch.tensor([[5.0, 4.5, 0.0]])
-    assert drawn(logits, [row(penalised, [0, 0], [])], ()) == [0]
-    assert drawn(logits, [row(penalised, [1], [0])], ()) == [1]
-    assert drawn(logits, [row(repeated, [0, 0], [])], ()) == [1]
+    assert sampled(Sampler(), logits, [row(penalised, [0, 0], [])], ()) == [0]
+    assert sampled(Sampler(), logits, [row(penalised, [1], [0])], ()) == [1]
+    assert sampled(Sampler(), logits, [row(repeated, [0, 0], [])], ()) == [1]
 
 
 def test_a_preempted_request_is_penalised_as_before() -> None:
@@ -144,9 +142,22 @@ def test_a_bias_bans_and_forces_but_never_undoes_a_mask() -> None:
     logits = torch.tensor([[0.0, 9.0, 5.0]])
     for bias, expected in (({1: -100.0}, 2), ({0: 100.0}, 0)):
         sampling = SamplingParams(max_tokens=8, temperature=0.0, logit_bias=bias)
-        assert drawn(logits, [row(sampling, [1], [])], ()) == [expected]
+        assert sampled(Sampler(), logits, [row(sampling, [1], [])], ()) == [expected]
     forced = SamplingParams(max_tokens=8, temperature=0.0, logit_bias={1: 100.0}, min_tokens=1)
-    assert drawn(logits, [row(forced, [0], [])], (1,)) == [2]
+    assert sampled(Sampler(), logits, [row(forced, [0], [])], (1,)) == [2]
     padded = torch.tensor([[-math.inf, 1.0]])
     sampling = SamplingParams(max_tokens=8, logit_bias={0: 100.0}, repetition_penalty=1.5)
-    assert drawn(padded, [row(sampling, [0], [])], ()) == [1]
+    assert sampled(Sampler(), padded, [row(sampling, [0], [])], ()) == [1]
+
+
+def test_a_token_that_is_still_on_the_device_is_penalised_too() -> None:
+    """The step before has drawn it, and nobody has read it yet: left out, it would be drawn twice."""
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.3)
+    logits = logits_of(3)
+    biased = SamplingParams(max_tokens=8, temperature=0.0, logit_bias={2: 1.0})
+    known = [row(sampling, [1, 2], [4, 4, 7]), row(biased, [5], [6]), row(sampling, [3], [3])]
+    late = [replace(known[0], token_ids=[1, 2, 4, 4], takes_last=True), replace(known[1], takes_last=True), known[2]]
+    newest = torch.tensor([7, 6, 0])
+    expected = process_logits(logits, known)
+    assert torch.equal(process_logits(logits, late, newest), expected)
+    assert torch.equal(process_logits(logits[1:], late[1:]), expected[1:])  # nobody's count needs one

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -405,6 +406,14 @@ def test_proof_refuses_tokens_that_meet_outside_attention(llama: Path) -> None:
     layer.mlp = _Convolution(model.get_submodule("model.layers.1.mlp"))
     with pytest.raises(ModelLoadError, match="cannot be paged exactly"):
         verify_paged(model, trace_attention(model), select_kernels(CPU), 4, own_logits(model))
+
+
+def test_heads_that_the_kernels_cannot_hold_are_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a head of 512 fails in its first step otherwise, with a sentence about tiles."""
+    kernels = replace(select_kernels(torch.device("cpu")), name="narrow", max_head_dim=8)
+    monkeypatch.setattr(model_loader, "select_kernels", lambda device: kernels)
+    with pytest.raises(ModelLoadError, match="heads of 16 elements; the narrow kernels hold up to 8"):
+        load(llama)
 
 
 def test_proof_leaves_the_model_paged(llama: Path) -> None:

@@ -155,6 +155,25 @@ def test_a_step_takes_the_token_that_the_one_before_has_just_drawn(tmp_path: Pat
     assert steps[2] == [expected["a"][2], expected["c"][2]]
 
 
+def test_a_token_that_was_just_drawn_is_penalised_in_the_next_step(tmp_path: Path) -> None:
+    loaded = load_tiny(write_tiny_model("llama", tmp_path))
+    never_twice = SamplingParams(max_tokens=64, temperature=0.0, frequency_penalty=100.0)
+    apart, ahead = poisoned_runner(loaded, 4), poisoned_runner(loaded, 4)
+    row = advance(replace(sequence("a", random_prompt(6, 2), [0, 1, 2]), sampling=never_twice), 6)
+    tokens = list[int]()
+    steps = [ahead.launch(SchedulerOutput([row]))]
+    for _ in range(4):
+        (token,) = apart.execute(SchedulerOutput([row])).token_ids
+        assert token is not None
+        row = advance(replace(row, token_ids=[*row.token_ids, token]), 1)
+        # One step behind: all tokens but the newest are known.
+        late = replace(row, token_ids=[*row.token_ids[:6], *tokens], takes_last=True)
+        tokens.append(token)
+        steps.append(ahead.launch(SchedulerOutput([late])))
+    assert len(set(tokens)) == 4
+    assert [step.wait().token_ids[0] for step in steps[:4]] == tokens
+
+
 def test_a_poisoned_block_is_noticed(tmp_path: Path) -> None:
     """Reading a freed block must not pass unseen: what tests of the block pool rely on."""
     runner = poisoned_runner(load_tiny(write_tiny_model("llama", tmp_path)), 8)

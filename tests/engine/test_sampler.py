@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine.batch import ScheduledSequence
 from engine.protocol import SamplingParams
 from engine.sampler import FetchedTokens, Sampler, uniform
+from tests.engine.drawn_tokens import sampled
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 PLAIN = SamplingParams(max_tokens=8)
@@ -35,12 +36,6 @@ def row(
         num_prompt_tokens=num_prompt_tokens,
         sample=True,
     )
-
-
-def sampled(
-    sampler: Sampler, logits: torch.Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Sequence[int]
-) -> list[int | None]:
-    return FetchedTokens(sampler.sample(logits, rows, eos_token_ids)).wait()
 
 
 def counted(tokens: Sequence[int | None]) -> Counter[int]:
@@ -315,12 +310,14 @@ def test_a_sampler_that_looks_at_no_value_draws_the_same(
 def test_nothing_waits_for_the_device() -> None:
     """On the meta device there are no values: whoever looks at one, or chooses a path by one, fails."""
     early = SamplingParams(max_tokens=8, min_tokens=4)
-    penalised = SamplingParams(max_tokens=8, logit_bias={1: 2.0}, presence_penalty=1.0, repetition_penalty=1.2)
-    cases = [GREEDY, PLAIN, SamplingParams(max_tokens=8, top_k=3), SamplingParams(max_tokens=8, top_p=0.7)]
-    cases += [early, penalised, SamplingParams(max_tokens=8, num_logprobs=3)]
+    penalised = SamplingParams(max_tokens=8, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={3: 1.0})
+    filtered = [SamplingParams(max_tokens=8, top_k=3), SamplingParams(max_tokens=8, top_p=0.7)]
+    cases = [GREEDY, PLAIN, *filtered, early, SamplingParams(max_tokens=8, num_logprobs=3), penalised]
     logits = torch.empty(len(cases), 1000, dtype=torch.bfloat16, device="meta")
     rows = [row(sampling) for sampling in cases]
-    drawn = Sampler(may_wait=False).sample(logits, rows, (1, 3))
+    rows[-1].takes_last = True
+    newest = torch.empty(len(cases), dtype=torch.int64, device="meta")
+    drawn = Sampler(may_wait=False).sample(logits, rows, (1, 3), newest)
     assert (drawn.token_ids.shape, drawn.token_ids.device.type) == ((len(cases),), "meta")
     with pytest.raises((RuntimeError, NotImplementedError)):
-        Sampler().sample(logits, rows, (1, 3))
+        Sampler().sample(logits, rows, (1, 3), newest)

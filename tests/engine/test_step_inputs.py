@@ -45,7 +45,10 @@ def test_a_packed_step_holds_what_separate_tensors_would(parts: list[tuple[int, 
         BLOCK_SIZE,
         "cpu",
     )
-    for name in ("block_table", "slot_mapping", "cu_seqlens_q", "seq_lens"):
+    width = expected.block_table.shape[1]
+    assert torch.equal(inputs.metadata.block_table[:, :width], expected.block_table)
+    assert not inputs.metadata.block_table[:, width:].any()
+    for name in ("slot_mapping", "cu_seqlens_q", "seq_lens"):
         ours, theirs = getattr(inputs.metadata, name), getattr(expected, name)
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         assert torch.equal(ours, theirs)
@@ -58,13 +61,27 @@ def test_a_packed_step_holds_what_separate_tensors_would(parts: list[tuple[int, 
     assert inputs.sources is None
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_every_array_begins_where_a_kernel_can_rely_on_it(count: int) -> None:
+    """Triton compiles a kernel for whether a pointer is a multiple of 16 bytes, and a stride of 16 elements: seconds,
+    in the middle of serving, whenever a step has another number of tokens."""
+    rows = [sequence(str(i), 3 * i, 1 + i % 3) for i in range(count)]
+    inputs = inputs_of(rows)
+    base = inputs.input_ids.data_ptr()
+    metadata = inputs.metadata
+    for tensor in (metadata.slot_mapping, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_table):
+        assert (tensor.data_ptr() - base) % 16 == 0
+    assert metadata.block_table.stride(0) % 16 == 0
+    assert metadata.block_table.is_contiguous()
+
+
 def test_padded_rows_have_no_slot_and_padded_sequences_no_new_token() -> None:
     """A padded row that wrote would write into whatever block its table named last."""
     inputs = inputs_of([sequence("a", 5, 1), sequence("b", 2, 1)], pad_to=4)
     assert inputs.metadata.slot_mapping.tolist()[2:] == [-1, -1]
     assert inputs.metadata.cu_seqlens_q.tolist() == [0, 1, 2, 2, 2]
     assert inputs.metadata.seq_lens.tolist() == [6, 3, 0, 0]
-    assert inputs.metadata.block_table.tolist() == [[60, 59], [60, 0], [0, 0], [0, 0]]
+    assert inputs.metadata.block_table[:, :3].tolist() == [[60, 59, 0], [60, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert inputs.logits_rows.tolist() == [0, 1, 2, 3]
     assert inputs.input_ids.tolist() == [105, 102, 0, 0]
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import ConfigError
 from engine.settings import Settings, StoreSettings, TenantSettings
 from gateway.auth import hash_api_key
-from gateway.cli import main
+from gateway.cli import _parser, main, settings_of
 from gateway.demo import STEPS, demo_documents
 from gateway.first_run import demo_key_path, with_demo_tenant
 from retrieval.documents import parse
@@ -50,6 +51,17 @@ def test_flags_go_over_environment_over_file(
     monkeypatch.setenv("RADIXGATE_SERVER__PORT", "2")
     assert "127.0.0.1:2" in doctor_line("port", capsys)
     assert "127.0.0.1:3" in doctor_line("port", capsys, "--port", "3")
+
+
+def test_flags_that_only_turn_something_on_are_settings_too() -> None:
+    flags = ("--enforce-eager", "--tensor-parallel-size", "2", "--set", "tiers.disk_size=0")
+    arguments = _parser().parse_args(["serve", *flags])
+    with pytest.raises(ConfigError, match=r"tiers\.host_memory"):  # two processes, and what does not go with them
+        settings_of(arguments)
+    arguments.settings.append("tiers.host_memory=0")
+    assert settings_of(arguments).engine.enforce_eager
+    assert settings_of(arguments).engine.tensor_parallel_size == 2
+    assert not settings_of(_parser().parse_args(["serve"])).engine.enforce_eager
 
 
 def test_missing_command_is_a_usage_error() -> None:

@@ -45,6 +45,16 @@ def test_store_writes_its_slots_of_its_layer_only(kernels: AttentionKernels) -> 
     assert torch.equal(kv_cache, expected)
 
 
+def test_a_padded_row_is_not_written() -> None:
+    """-1 would be the last slot of the last block. (A step on the CPU has none: its kernels do not look.)"""
+    kv_cache, expected = _cache(), _cache()
+    rows = torch.full((3, NUM_KV_HEADS, HEAD_DIM), -1.0)
+    expected[5, 1, :, 3] = -1.0
+    slots = torch.tensor([-1, 5 * BLOCK_SIZE + 3, -1])
+    select_kernels(torch.device("cpu"), "reference").store_kv(rows, rows, kv_cache, 1, slots)
+    assert torch.equal(kv_cache, expected)
+
+
 def test_store_of_nothing_writes_nothing(kernels: AttentionKernels) -> None:
     kv_cache = _cache()
     metadata = AttentionMetadata.build([[5, 2]], [6], [0], BLOCK_SIZE, "cpu")

@@ -11,7 +11,7 @@ import torch
 from kernels import reference
 from kernels.block_copier import BlockCopier, BlockMove
 from kernels.heuristics import DeviceModel
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import AttentionMetadata, StepPlan
 from kernels.rerotation import RotationTable, rerotate
 from kernels.triton_attention import TritonAttention
 from tests.kernels.paged_case import LAYER, PagedCase, Shape, build_case
@@ -229,6 +229,9 @@ def check_shared_prefix(shape: PrefixShape, shared: bool) -> None:
     arguments = {"scale": 0.25, "sliding_window": shape.sliding_window, "soft_cap": shape.soft_cap, "sinks": sinks}
 
     kernels = TritonAttention(SMALL_DEVICE, min_shared_saving=256)
+    plan = StepPlan.of(tables, cached, shape.new, block_size)
+    assert kernels.pays_to_share(plan, block_size) == shared, "what the engine asks before it leaves a graph"
+    assert not TritonAttention(SMALL_DEVICE, shares_prefixes=False).pays_to_share(plan, block_size)
     output = kernels.paged_attention(query, kv_cache, 1, metadata, **arguments)
     assert kernels.shares_now == shared
     expected = reference.paged_attention(query, kv_cache, 1, metadata, **arguments)

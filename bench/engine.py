@@ -1,0 +1,291 @@
+"""python -m bench.engine: the engine around a model of random weights. A table, then one JSON line.
+
+    first token     a prompt of PREFIX + TAIL tokens, asked cold, and again with another tail: the prefix is cached
+    decode step     BATCH sequences, one token each: how long a step takes, what of it is the device's own work, and for
+                    how long the host is busy (schedule, launch, postprocess) and waits
+
+On a GPU the model has the shapes of an 8-billion Llama in bf16, PREFIX + TAIL is 6,144 + 200, BATCH 32 sequences of
+about 1,000 tokens, and the device's own work is the sum of its kernels by torch's profiler. The host's time is hidden
+where it waits: `wait_ms` above 0. On a CPU the shapes are small, and the model's step is the device's own work.
+
+JSON: `ttft_cold_ms`, `ttft_warm_ms`, `warm_share` (warm over cold), `step_ms`, `device_ms`, `device_share` (of the step
+the device's own work), `host_ms`, `wait_ms`, `graphs` (the captured sizes), `shape`, `device`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from engine.batch import SchedulerOutput, StepResult, TransferReport
+from engine.build import assemble_engine
+from engine.engine import LLMEngine, Runner
+from engine.in_flight import PendingStep
+from engine.load_progress import no_progress
+from engine.model_checks import trace_attention
+from engine.model_loader import LoadedModel
+from engine.model_runner import ModelRunner
+from engine.protocol import Failure, SamplingParams, Segment, SegmentKind, Submit
+from engine.settings import EngineSettings, Settings, TierSettings
+
+SCOPE = b"bench-----------"
+_ROUNDS = 3  # of cold and warm prompts
+_PROFILED_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model and what is asked of it."""
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocab_size: int
+    prefix: int  # tokens that the second prompt finds
+    tail: int
+    batch: int
+    context: int  # tokens of each sequence of the batch
+    steps: int  # that are timed
+
+    @property
+    def max_model_len(self) -> int:
+        return max(self.prefix + self.tail, self.context + self.steps + _PROFILED_STEPS) + 64
+
+
+LARGE = Shape("8B", 32, 4096, 14336, 32, 8, 128_256, prefix=6144, tail=200, batch=32, context=1024, steps=100)
+SMALL = Shape("small", 4, 256, 512, 8, 2, 2048, prefix=768, tail=24, batch=8, context=64, steps=32)
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def random_model(shape: Shape, device: torch.device) -> LoadedModel:
+    """Weights of no meaning: an engine's speed does not depend on them."""
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.max_model_len,
+    )
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with torch.device(device):
+        built: object = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    assert isinstance(built, PreTrainedModel)
+    facts = trace_attention(built.eval())
+    return LoadedModel(
+        model=built,
+        served_name=shape.name,
+        num_layers=facts.num_layers,
+        num_heads=facts.num_heads,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        has_full_attention=facts.has_full_attention,
+        block_size=16,
+        max_model_len=shape.max_model_len,
+        vocab_size=shape.vocab_size,
+        dtype=dtype,
+        device=device,
+        eos_token_ids=(0,),
+        tokenizer_json=_word_tokenizer(shape.vocab_size).to_str().encode(),
+        chat_template="",
+        special_tokens={},
+        fingerprint="00" * 16,
+    )
+
+
+def _word_tokenizer(vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({f"w{i} ": i for i in range(vocab_size)}, unk_token="w0 "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def build(shape: Shape, device: torch.device, *, enforce_eager: bool, async_scheduling: bool) -> LLMEngine:
+    loaded = random_model(shape, device)
+    sequences = _ROUNDS + 1 + shape.batch
+    kv_tokens = sequences * (shape.max_model_len + loaded.block_size)
+    settings = Settings(
+        engine=EngineSettings(
+            device=str(device),
+            kv_cache_memory=kv_tokens * loaded.kv_layout.bytes_per_token,
+            max_num_seqs=shape.batch,
+            max_num_batched_tokens=max(2048, 512 + shape.batch) if device.type == "cuda" else 512 + shape.batch,
+            enforce_eager=enforce_eager,
+            async_scheduling=async_scheduling,
+        ),
+        tiers=TierSettings(host_memory=0, disk_size=0),
+    )
+    return assemble_engine(loaded, settings, no_progress)
+
+
+class TimedRunner:
+    """The runner with a watch: for how long the host launches, and for how long it waits."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.launching = self.waiting = 0.0
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._runner.runs_ahead
+
+    def launch(self, output: SchedulerOutput) -> PendingStep:
+        started = time.perf_counter()
+        pending = self._runner.launch(output)
+        self.launching += time.perf_counter() - started
+        return _TimedStep(self, pending)
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        return self.launch(output).wait()
+
+    def transfer_report(self) -> TransferReport:
+        return self._runner.transfer_report()
+
+    def is_same_block(self, block_id: int, payload: memoryview) -> bool:
+        return self._runner.is_same_block(block_id, payload)
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedStep:
+    runner: TimedRunner
+    pending: PendingStep
+
+    def wait(self) -> StepResult:
+        started = time.perf_counter()
+        result = self.pending.wait()
+        self.runner.waiting += time.perf_counter() - started
+        return result
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def ask(engine: LLMEngine, name: str, prompt: Sequence[int], max_tokens: int) -> None:
+    engine.add_request(
+        Submit(
+            request_id=name,
+            tenant_id="bench",
+            segments=(Segment.of(SegmentKind.QUESTION, prompt, SCOPE),),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        )
+    )
+
+
+def first_token_seconds(engine: LLMEngine, name: str, prompt: Sequence[int]) -> tuple[float, int]:
+    """Until the first delta, and how many tokens were cached."""
+    started = time.perf_counter()
+    ask(engine, name, prompt, 1)
+    seconds, cached = 0.0, 0
+    while engine.has_work():
+        for message in engine.step():
+            assert not isinstance(message, Failure), message
+            seconds = time.perf_counter() - started
+            cached = message.account.num_cached_tokens if message.account else cached
+    return seconds, cached
+
+
+def bench_first_token(engine: LLMEngine, shape: Shape, rng: random.Random) -> dict[str, object]:
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(1, shape.vocab_size) for _ in range(count)]
+
+    first_token_seconds(engine, "warm-up", tokens(shape.prefix + shape.tail))  # compiles kernels
+    cold: list[float] = []
+    warm: list[float] = []
+    for number in range(_ROUNDS):
+        prefix = tokens(shape.prefix)
+        seconds, cached = first_token_seconds(engine, f"cold-{number}", prefix + tokens(shape.tail))
+        assert cached < 16, f"a cold prompt found {cached} tokens"
+        cold.append(seconds)
+        seconds, cached = first_token_seconds(engine, f"warm-{number}", prefix + tokens(shape.tail))
+        assert cached >= shape.prefix, f"a warm prompt found only {cached} of {shape.prefix} tokens"
+        warm.append(seconds)
+    cold_ms, warm_ms = statistics.median(cold) * 1e3, statistics.median(warm) * 1e3
+    return {"ttft_cold_ms": cold_ms, "ttft_warm_ms": warm_ms, "warm_share": warm_ms / cold_ms}
+
+
+def bench_decode(engine: LLMEngine, runner: ModelRunner, shape: Shape, rng: random.Random) -> dict[str, object]:
+    timed = TimedRunner(engine.runner)
+    engine.runner = timed
+    for number in range(shape.batch):
+        prompt = [rng.randrange(1, shape.vocab_size) for _ in range(shape.context)]
+        ask(engine, f"decode-{number}", prompt, shape.steps + _PROFILED_STEPS + 32)
+    while engine.scheduler.num_waiting or any(not r.num_output_tokens for r in engine.scheduler.running):
+        engine.step()
+    timed.launching = timed.waiting = 0.0
+    started = time.perf_counter()
+    for _ in range(shape.steps):
+        engine.step()
+    step_ms = (time.perf_counter() - started) / shape.steps * 1e3
+    launch_ms, wait_ms = timed.launching / shape.steps * 1e3, timed.waiting / shape.steps * 1e3
+    on_gpu = runner.kv_cache.device.type == "cuda"
+    device_ms = kernel_ms(engine.step, _PROFILED_STEPS) if on_gpu else launch_ms + wait_ms
+    host_ms = step_ms - wait_ms if on_gpu else step_ms - device_ms
+    for request in list(engine.scheduler.running):
+        engine.abort_request(request.request_id)
+    while engine.has_work():
+        engine.step()
+    return {
+        "step_ms": step_ms,
+        "device_ms": device_ms,
+        "device_share": device_ms / step_ms,
+        "host_ms": host_ms,
+        "wait_ms": wait_ms,
+        "graphs": runner.graph_sizes,
+    }
+
+
+def kernel_ms(step: Callable[[], object], count: int) -> float:
+    """The sum of the kernels' own times, a step."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(count):
+            step()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.key_averages()) / count / 1e3
+
+
+def run(shape: Shape, device: torch.device, *, enforce_eager: bool, async_scheduling: bool) -> dict[str, object]:
+    engine = build(shape, device, enforce_eager=enforce_eager, async_scheduling=async_scheduling)
+    runner, rng = engine.runner, random.Random(0)
+    assert isinstance(runner, ModelRunner)
+    results = bench_first_token(engine, shape, rng) | bench_decode(engine, runner, shape, rng)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"shape": shape.name, "device": name, **results}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description="The engine around random weights.")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, help="decode steps that are timed")
+    parser.add_argument("--enforce-eager", action="store_true", help="without captured graphs")
+    parser.add_argument("--no-async", action="store_true", help="no step in flight while the next is scheduled")
+    arguments = parser.parse_args(argv)
+    device = torch.device(arguments.device)
+    shape = LARGE if device.type == "cuda" else SMALL
+    if arguments.steps is not None:
+        shape = replace(shape, steps=arguments.steps)
+    results = run(shape, device, enforce_eager=arguments.enforce_eager, async_scheduling=not arguments.no_async)
+    for name, value in results.items():
+        print(f"{name:16} {value:.3f}" if isinstance(value, float) else f"{name:16} {value}")
+    print(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

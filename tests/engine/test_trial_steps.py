@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.settings import EngineSettings
+from engine.trial_steps import largest_step, num_blocks_of, warm_up_steps
+from kernels.heuristics import KEY_ALIGNMENT
+from kernels.metadata import StepPlan
+from kernels.shared_prefix import find_groups
+from kernels.tile_table import MIN_SHARED_SAVING
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(32, 1024), (1, 512), (7, 100), (64, 80)])
+def test_the_largest_step_fills_the_budget_and_shares_no_block(max_num_seqs: int, budget: int) -> None:
+    settings = EngineSettings(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=16)
+    step = largest_step(settings)
+    assert sum(sequence.num_new for sequence in step.sequences) == budget
+    assert len(step.sequences) == max_num_seqs
+    blocks = [block for sequence in step.sequences for block in sequence.block_table]
+    assert sorted(blocks) == list(range(num_blocks_of(step)))
+
+
+@pytest.mark.parametrize(("num_blocks", "max_model_len"), [(4096, 32768), (4096, 5000), (40, 600), (8, 20)])
+def test_warm_up_steps_stay_within_pool_and_context(num_blocks: int, max_model_len: int) -> None:
+    settings = EngineSettings(max_num_seqs=32, block_size=16)
+    for step in warm_up_steps(settings, num_blocks, max_model_len):
+        for sequence in step.sequences:
+            assert 0 < sequence.end <= max_model_len
+            assert max(sequence.block_table) < num_blocks
+            assert len(sequence.block_table) * 16 >= sequence.end
+
+
+def test_one_of_them_shares_a_prefix_that_pays_on_every_architecture() -> None:
+    """Else the shared pass is compiled when the first two requests meet on a prefix."""
+    step = warm_up_steps(EngineSettings(max_num_seqs=32, block_size=16), 4096, 32768)[-1]
+    rows = step.sequences
+    plan = StepPlan.of([r.block_table for r in rows], [r.num_computed for r in rows], [r.num_new for r in rows], 16)
+    assert plan.seq_lens[0] > KEY_ALIGNMENT
+    (group,) = find_groups(plan.block_tables, plan.seq_lens, range(32), 16, max(MIN_SHARED_SAVING.values()))
+    assert len(group.members) == 32
+    assert torch.tensor(plan.query_lens).eq(1).all()
