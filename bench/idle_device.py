@@ -27,7 +27,7 @@ class IdleDevice:
         return self.launch(output).wait()
 
     def transfer_report(self) -> TransferReport:
-        return TransferReport(num_done=0, fetched_bytes=0, fetch_seconds=0.0)
+        return TransferReport(num_done=0, fetched_bytes=0, fetch_seconds=0.0, offload_seconds=0.0)
 
     def is_same_block(self, block_id: int, payload: memoryview) -> bool:
         raise NotImplementedError("it holds no content")

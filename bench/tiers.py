@@ -1,8 +1,9 @@
 """python -m bench.tiers: how fast blocks move between the tiers, against this machine, and what an index entry costs.
 
 demote, promote      blocks between the KV tensor and the host slab      against one large copy of the same bytes
-write, read          blocks between the host slab and the slab file      against sequential file I/O of the same bytes
-                     (the file has just been written: both sides read through the page cache)
+write                blocks from the host slab into the slab file        against one sequential write of the same bytes
+read                 and back, the kernel's cache emptied before         against one sequential read, likewise
+cached_read          and back, out of the kernel's cache                 against the same
 index                entries restored from Redis a second, bytes an entry in memory and in Redis
 """
 
@@ -12,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 import xxhash
 
+from bench.store import running_store
 from engine.batch import BlockFetch, BlockOffload
 from engine.block_transfer import CpuBlockTransfer, host_tensor
 from engine.protocol import pack_tokens
-from engine.settings import runtime_dir
 from engine.tiers.directory import BlockIdentity, TierDirectory
 from engine.tiers.disk_slab import DiskSlab
 from engine.tiers.host_slab import HostSlab
@@ -33,17 +33,17 @@ from engine.tiers.index_loader import load_index
 from engine.tiers.index_record import RecordFormat, names_of
 from engine.tiers.index_store import IndexStore, SlabLayout
 from engine.tiers.io_thread import IoJob, IoKind, IoThread
-from gateway.store import find_store_binary
 
 BLOCK_SIZE = 16
 BLOCK_SHAPE = (30, 2, BLOCK_SIZE, 3, 64)  # the default model, bf16
 ROOT = bytes(16)
 
 
-def timed(action: Callable[[], object], repeat: int = 5) -> float:
-    """Seconds, the median."""
+def timed(action: Callable[[], object], repeat: int = 5, *, before: Callable[[], object] = lambda: None) -> float:
+    """Seconds, the median; `before` each time, unmeasured."""
     times: list[float] = []
     for _ in range(repeat):
+        before()
         start = time.perf_counter()
         action()
         times.append(time.perf_counter() - start)
@@ -77,8 +77,16 @@ def disk(blocks: int, directory: Path) -> dict[str, float]:
     keys = [xxhash.xxh3_128_digest(b"%d" % n) for n in range(blocks)]
     sums: dict[int, int] = {}
 
+    def forget(file: Path) -> None:
+        """What follows comes from the device."""
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def run(kind: IoKind) -> None:
         for n in range(blocks):
+            if kind is IoKind.READ:
+                slab.will_need(n)
             io.submit(IoJob(kind, n, keys[n], host.slot(n), n, sums.get(n, 0)))
         done = 0
         while done < blocks:
@@ -104,7 +112,9 @@ def disk(blocks: int, directory: Path) -> dict[str, float]:
     write_plain()
     run(IoKind.WRITE)
     plain_write, own_write = timed(write_plain), timed(lambda: run(IoKind.WRITE))
-    plain_read, own_read = timed(read_plain), timed(lambda: run(IoKind.READ))
+    cached_plain, cached_own = timed(read_plain), timed(lambda: run(IoKind.READ))
+    plain_read = timed(read_plain, before=lambda: forget(path))
+    own_read = timed(lambda: run(IoKind.READ), before=lambda: forget(slab.path))
     io.stop()
     slab.close()
     return {
@@ -112,6 +122,8 @@ def disk(blocks: int, directory: Path) -> dict[str, float]:
         "write_fraction": plain_write / own_write,
         "file_read_gb_s": size / plain_read / 1e9,
         "read_fraction": plain_read / own_read,
+        "cached_read_gb_s": size / cached_plain / 1e9,
+        "cached_read_fraction": cached_plain / cached_own,
     }
 
 
@@ -135,20 +147,7 @@ def full_directory(entries: int) -> TierDirectory:
     return directory
 
 
-def index(entries: int, directory: Path) -> dict[str, float]:
-    socket = runtime_dir(directory) / "bench.sock"
-    options = {"port": "0", "unixsocket": str(socket), "save": "", "appendonly": "no", "loglevel": "warning"}
-    command = [str(find_store_binary()), *(part for name, value in options.items() for part in (f"--{name}", value))]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=directory) as server:
-        try:
-            while not socket.exists():
-                time.sleep(0.01)
-            return _index(entries, f"unix://{socket}")
-        finally:
-            server.terminate()
-
-
-def _index(entries: int, url: str) -> dict[str, float]:
+def index(entries: int, url: str) -> dict[str, float]:
     full = full_directory(entries)
     store = IndexStore(url, SlabLayout("bench", "bench", "bench", entries, BLOCK_SIZE), 3600)
     store.claim("one", wipe=True)
@@ -181,7 +180,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(prefix="rg-tiers-", dir=args.directory) as name:
         directory = Path(name)
-        figures = memory(args.blocks) | disk(args.blocks, directory) | index(args.entries, directory)
+        figures = memory(args.blocks) | disk(args.blocks, directory)
+        with running_store(directory) as store:
+            figures |= index(args.entries, store.url)
     for key, value in figures.items():
         print(f"{key:<28}{value:>14,.2f}")
     print(json.dumps({key: round(value, 3) for key, value in figures.items()}))

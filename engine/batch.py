@@ -103,3 +103,4 @@ class TransferReport:
     num_done: int  # steps with transfers that have ended, since the start, in order
     fetched_bytes: int  # since the last report, with the time they took
     fetch_seconds: float
+    offload_seconds: float  # since the last report; 0: nothing was offloaded

@@ -67,19 +67,22 @@ class CpuBlockTransfer:
         self._shares = threads
         self._num_done = 0
         self._fetched = 0
-        self._seconds = 0.0
+        self._fetch_seconds = self._offload_seconds = 0.0
 
     def begin(self) -> None:
         """Nothing runs beside the computation here."""
 
     def offload(self, offloads: Sequence[BlockOffload]) -> None:
+        started = time.perf_counter()
         self._copy(self._slots, self._blocks, [(offload.host_slot, offload.block_id) for offload in offloads])
+        if offloads:
+            self._offload_seconds += time.perf_counter() - started
 
     def fetch(self, fetches: Sequence[BlockFetch]) -> None:
         started = time.perf_counter()
         self._copy(self._blocks, self._slots, [(fetch.block_id, fetch.host_slot) for fetch in fetches])
         self._fetched += len(fetches)
-        self._seconds += time.perf_counter() - started
+        self._fetch_seconds += time.perf_counter() - started
 
     def _copy(self, target: ByteRows, source: ByteRows, rows: list[tuple[int, int]]) -> None:
         if self._threads is None or len(rows) < MIN_SHARED_BLOCKS:
@@ -97,8 +100,10 @@ class CpuBlockTransfer:
         self._num_done += 1
 
     def report(self) -> TransferReport:
-        report = TransferReport(self._num_done, self._fetched * self._block_bytes, self._seconds)
-        self._fetched, self._seconds = 0, 0.0
+        report = TransferReport(
+            self._num_done, self._fetched * self._block_bytes, self._fetch_seconds, self._offload_seconds
+        )
+        self._fetched, self._fetch_seconds, self._offload_seconds = 0, 0.0, 0.0
         return report
 
 
@@ -180,9 +185,14 @@ class CudaCopyStream:
 
 @dataclass(slots=True)
 class _InFlight:
+    """One step's copies: offloads between `start` and `offloaded`, fetches between `fetching` and `end`."""
+
     start: CopyEvent
-    end: CopyEvent
-    num_fetched: int
+    num_offloaded: int = 0
+    offloaded: CopyEvent | None = None
+    num_fetched: int = 0
+    fetching: CopyEvent | None = None
+    end: CopyEvent | None = None
 
 
 class StreamBlockTransfer:
@@ -194,41 +204,40 @@ class StreamBlockTransfer:
         self._block_bytes = self._blocks[0].nbytes
         self._stream = stream
         self._in_flight: deque[_InFlight] = deque()
-        self._start: CopyEvent | None = None
-        self._num_fetched = 0
         self._num_done = 0
 
     def begin(self) -> None:
         self._stream.wait_for_compute()
-        self._start, self._num_fetched = None, 0
+        self._in_flight.append(_InFlight(self._stream.event()))
 
     def offload(self, offloads: Sequence[BlockOffload]) -> None:
         for block, slot, count in _runs([(offload.block_id, offload.host_slot) for offload in offloads]):
             self._stream.copy(self._slots[slot : slot + count], self._blocks[block : block + count])
+        self._in_flight[-1].offloaded, self._in_flight[-1].num_offloaded = self._stream.event(), len(offloads)
         # Copies within the device that follow overwrite blocks that have just been offloaded.
         self._stream.hold_compute()
 
     def fetch(self, fetches: Sequence[BlockFetch]) -> None:
         self._stream.wait_for_compute()  # the sources of copies within the device may be overwritten from here on
-        self._start = self._stream.event()
+        self._in_flight[-1].fetching, self._in_flight[-1].num_fetched = self._stream.event(), len(fetches)
         for slot, block, count in _runs([(fetch.host_slot, fetch.block_id) for fetch in fetches]):
             self._stream.copy(self._blocks[block : block + count], self._slots[slot : slot + count])
-        self._num_fetched = len(fetches)
 
     def end(self) -> None:
-        end = self._stream.event()
-        self._in_flight.append(_InFlight(self._start or end, end, self._num_fetched))
+        self._in_flight[-1].end = self._stream.event()
         self._stream.hold_compute()
 
     def report(self) -> TransferReport:
-        fetched, seconds = 0, 0.0
-        while self._in_flight and self._in_flight[0].end.query():
+        fetched, fetch_seconds, offload_seconds = 0, 0.0, 0.0
+        while self._in_flight and (end := self._in_flight[0].end) is not None and end.query():
             done = self._in_flight.popleft()
             self._num_done += 1
-            if done.num_fetched:
+            if done.num_offloaded and done.offloaded is not None:
+                offload_seconds += done.offloaded.elapsed_since(done.start)
+            if done.num_fetched and done.fetching is not None:
                 fetched += done.num_fetched
-                seconds += done.end.elapsed_since(done.start)
-        return TransferReport(self._num_done, fetched * self._block_bytes, seconds)
+                fetch_seconds += end.elapsed_since(done.fetching)
+        return TransferReport(self._num_done, fetched * self._block_bytes, fetch_seconds, offload_seconds)
 
 
 def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:

@@ -39,6 +39,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.batch import ScheduledSequence, SchedulerOutput, StepResult, TokenLogprobs, TransferReport
+from engine.document_stats import document_uses
 from engine.erasure import Selection
 from engine.errors import (
     ContextLengthExceededError,
@@ -57,7 +58,6 @@ from engine.protocol import (
     CacheVerified,
     Delta,
     DocumentStats,
-    DocumentUse,
     EngineInfo,
     EngineStats,
     Erase,
@@ -72,7 +72,7 @@ from engine.protocol import (
 from engine.request import Request, RequestState
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.settings import EngineSettings
-from engine.tiers.tier_stats import index_stats, tier_stats
+from engine.tiers.tier_stats import index_stats, tier_evictions, tier_stats
 from engine.tiers.tiered_cache import TieredCache
 from engine.verification import Verification
 
@@ -141,7 +141,6 @@ class LLMEngine:
         self._max_in_flight = int(runner.runs_ahead and settings.async_scheduling)  # while the next one is prepared
         self._last_end = 0.0  # when the last step ended
         self.tiers: TieredCache | None = None
-        self._is_persisting = False
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
@@ -441,21 +440,25 @@ class LLMEngine:
             self._broken = error
         if self._broken is not None:
             self._reset_cache(self._broken)
-        return self.tiers.is_busy or self._is_persisting
+        return self.tiers.is_busy or self.scheduler.manager.is_persisting or self.is_restoring
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether what an earlier life left is still coming back from the disk."""
+        return self.tiers is not None and self.tiers.is_restoring
 
     def _move_blocks(self) -> None:
         assert self.tiers is not None
         self.tiers.poll()
-        if self._is_persisting and not self.tiers.is_busy:
-            self.scheduler.manager.persist_all()
-            self._is_persisting = self.tiers.is_busy
+        if not self.tiers.is_busy:
+            self.scheduler.manager.continue_to_persist()
         self._carry_out_offloads()
         self._settle_transfers()
         self.tiers.finish_erasures()
 
     def persist(self) -> None:
         """Bring what the device holds to the disk, a part at a time, while `idle` is called."""
-        self._is_persisting = self.tiers is not None and self.tiers.disk is not None
+        self.scheduler.manager.begin_to_persist()
 
     def close(self, seconds: float = 10.0) -> None:
         """Persist what can be persisted in that time, and let go of files and threads."""
@@ -510,23 +513,13 @@ class LLMEngine:
         return self.scheduler.manager.explain(request)
 
     def document_stats(self, query: GetDocumentStats) -> DocumentStats:
-        """What the device holds of each document that a tenant may ask about."""
+        """What every tier holds of each document that a tenant may ask about."""
         selection = Selection(scopes=frozenset(query.scopes), document_ids=frozenset(query.document_ids))
-        uses: dict[str, DocumentUse] = {}
-        block_size = self._info.block_size
-        for run in self.scheduler.manager.index.document_runs(selection):
-            before = uses.get(run.document_id)
-            num_blocks = run.num_blocks + (before.num_blocks if before else 0)
-            uses[run.document_id] = DocumentUse(
-                document_id=run.document_id,
-                num_blocks=num_blocks,
-                num_bytes=num_blocks * self._info.block_bytes,
-                num_by_tier={"device": num_blocks},
-                hits=run.hits + (before.hits if before else 0),
-                tokens_saved=run.hits * run.num_blocks * block_size + (before.tokens_saved if before else 0),
-                last_use=max(run.last_use, before.last_use if before else 0.0),
-            )
-        return DocumentStats(query_id=query.query_id, documents=tuple(uses.values()))
+        runs = {"device": self.scheduler.manager.index.document_runs(selection)}
+        if self.tiers is not None:
+            runs |= self.tiers.document_runs(selection)
+        uses = document_uses(runs, self._info.block_size, self._info.block_bytes)
+        return DocumentStats(query_id=query.query_id, documents=uses)
 
     # ------------------------------------------------------------------ look
 
@@ -558,7 +551,8 @@ class LLMEngine:
             index=None if self.tiers is None else index_stats(self.tiers),
             prefill_tokens_per_second=self._speed.tokens_per_second,
             owners=manager.index.order.uses(),
-            ledger=manager.index.order.ledger_lines(),
+            ledger=manager.index.order.ledger.lines("device")
+            + (() if self.tiers is None else tier_evictions(self.tiers)),
             **{name: getattr(counters, name) for name in Counters.__dataclass_fields__},
         )
 

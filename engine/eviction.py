@@ -88,13 +88,29 @@ class Eviction(NamedTuple):
     pressed_by: str
 
 
+class EvictionLedger(Counter[Eviction]):
+    """Blocks that went from one tier, by whose they were and by whose pressure. Bounded in its lines."""
+
+    def note(self, owner: str, pressed_by: str, blocks: int) -> None:
+        line = Eviction(owner, pressed_by)
+        if line not in self and len(self) >= _MAX_LEDGER:
+            line = Eviction("other", "other")
+        self[line] += blocks
+
+    def lines(self, tier: str) -> tuple[EvictionLine, ...]:
+        return tuple(
+            EvictionLine(owner=line.owner, pressed_by=line.pressed_by, num_blocks=blocks, tier=tier)
+            for line, blocks in self.items()
+        )
+
+
 class EvictionOrder:
     """The evictable leaves, their owners, and the ledger of what went."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy: Policy = policy
         self.owners: dict[str, Owner] = {}
-        self.ledger: Counter[Eviction] = Counter()  # blocks
+        self.ledger = EvictionLedger()
         self._heap: list[_Entry] = []
         self._num_leaves = 0
         self._tickets = 0
@@ -222,18 +238,9 @@ class EvictionOrder:
             for owner in self.owners.values()
         )
 
-    def ledger_lines(self) -> tuple[EvictionLine, ...]:
-        return tuple(
-            EvictionLine(owner=line.owner, pressed_by=line.pressed_by, num_blocks=blocks)
-            for line, blocks in self.ledger.items()
-        )
-
     def gone(self, leaf: Leaf, blocks: int, pressed_by: str) -> None:
         """So many blocks of a victim have gone."""
-        line = Eviction(leaf.owner.name, pressed_by)
-        if line not in self.ledger and len(self.ledger) >= _MAX_LEDGER:
-            line = Eviction("other", "other")
-        self.ledger[line] += blocks
+        self.ledger.note(leaf.owner.name, pressed_by, blocks)
         self._clock = max(self._clock, leaf.priority) if self.policy == "gdsf" else self._clock
         self.count(leaf.owner, -blocks)
 

@@ -21,6 +21,9 @@ request; blocks on disk are read while it is parked, like a follower, and are th
     [ b0 ][ b1 ]  [ b2 ][ b3 ]   [ b4 ]        b2, b3: fresh blocks of the table, filled by a copy, indexed after the
      shared        fetched        read first    step like computed ones
 
+Where a prompt parts from another inside a block that lies only below, that block is fetched into one of the request's
+own, and computed over from there: exact to the token in every tier.
+
 Parallel samples of one prompt share its blocks by reference count, in the index or not; where they diverge, in the last
 block, each has a copy (`engine/request.py`: the first of them is the others' leader):
 
@@ -35,7 +38,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.batch import BlockCopy, BlockFetch
 from engine.block_pool import BlockPool
@@ -46,7 +49,7 @@ from engine.eviction import Policy
 from engine.prefix_index import MissReason, Node, PrefixIndex, PrefixMatch
 from engine.protocol import ExplainedPart, PromptAccount, TenantPolicy
 from engine.request import Request, SwappedBlocks
-from engine.tiers.tiered_cache import NO_MATCH, READ_PATIENCE, TieredCache, TierMatch
+from engine.tiers.tiered_cache import NO_MATCH, READ_PATIENCE, PartialBlock, TieredCache, TierMatch
 
 MAX_READS = 2  # times a request waits for the disk; then it computes what is still not there
 
@@ -76,7 +79,16 @@ class CachedPrefix:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size if self.below.host_slots else self.match.num_tokens
+        if self.below.host_slots or self.below.partial is not None:
+            return self.num_blocks * self.block_size + self.below.partial_tokens("host")
+        return self.match.num_tokens
+
+    @property
+    def disk_keys(self) -> list[bytes]:
+        """Of the blocks that have to be read first."""
+        keys = self.keys[len(self.below.host_slots) : len(self.below)]
+        partial = self.below.partial
+        return [*keys, partial.key] if partial is not None and partial.tier == "disk" else keys
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,6 +129,7 @@ class KVCacheManager:
         self._clock = clock
         # Blocks that running requests are about to compute, by key: who else wants one waits for it.
         self._computing: dict[bytes, Request] = {}
+        self._unpersisted: list[Node] = []  # ends of paths that are to be on disk, the next one last
         self.popularity = DocumentPopularity()
 
     def set_policy(self, tenant_id: str, policy: TenantPolicy) -> None:
@@ -142,22 +155,39 @@ class KVCacheManager:
         if not (self.caching and request.indexable):
             return None
         match = self.index.match_prefix(request.tokens, request.num_tokens - 1)
-        first, last = len(match.block_ids), (request.num_tokens - 1) // self.block_size
-        if self.tiers is None or first >= last:
+        if self.tiers is None:
             return CachedPrefix(match, NO_MATCH, [], self.block_size)
-        keys = self.index.chain_keys(self.index.match_key(match), request.tokens, first, first + 1)
-        if not self.tiers.may_have(keys[0]):
-            return CachedPrefix(match, NO_MATCH, keys, self.block_size)
-        keys += self.index.chain_keys(keys[0], request.tokens, first + 1, last)
-        return CachedPrefix(match, self.tiers.match(request.tokens, first, keys), keys, self.block_size)
+        first, last = len(match.block_ids), (request.num_tokens - 1) // self.block_size
+        keys, below = list[bytes](), NO_MATCH
+        if first < last:
+            keys = self.index.chain_keys(self.index.match_key(match), request.tokens, first, first + 1)
+            if self.tiers.may_have(keys[0]):
+                keys += self.index.chain_keys(keys[0], request.tokens, first + 1, last)
+                below = self.tiers.match(request.tokens, first, keys)
+        partial = self._match_partial_below(request, match, below, keys)
+        return CachedPrefix(match, below if partial is None else replace(below, partial=partial), keys, self.block_size)
+
+    def _match_partial_below(
+        self, request: Request, match: PrefixMatch, below: TierMatch, keys: list[bytes]
+    ) -> PartialBlock | None:
+        """What the block in which the prompt parts from others gives, if that is more than on the device."""
+        assert self.tiers is not None
+        block = len(match.block_ids) + len(below)
+        on_device = 0 if len(below) else match.partial_tokens
+        if not block:
+            return None
+        parent_key = keys[len(below) - 1] if len(below) else self.index.match_key(match)
+        return self.tiers.match_partial(request.tokens, parent_key, block, request.num_tokens - 1, on_device)
 
     def plan(self, request: Request) -> CachedPrefix | None:
         """As `get_computed_blocks`, without what is computed faster than it is fetched."""
         prefix = self.get_computed_blocks(request)
-        if prefix is None or self.tiers is None or not prefix.below.host_slots:
+        if prefix is None or self.tiers is None:
             return prefix
-        blocks = len(prefix.below.host_slots)
-        if self.tiers.is_fetch_cheaper(blocks, blocks * self.block_size - prefix.match.partial_tokens):
+        partial = prefix.below.partial_tokens("host")
+        blocks = len(prefix.below.host_slots) + (partial > 0)
+        tokens = len(prefix.below.host_slots) * self.block_size + partial - prefix.match.partial_tokens
+        if not blocks or self.tiers.is_fetch_cheaper(blocks, tokens):
             return prefix
         return CachedPrefix(prefix.match, NO_MATCH, prefix.keys, self.block_size)
 
@@ -205,13 +235,13 @@ class KVCacheManager:
 
     def _start_reads(self, request: Request, prefix: CachedPrefix) -> bool:
         tiers, below = self.tiers, prefix.below
-        if tiers is None or not below.disk_slots or request.num_reads >= MAX_READS:
+        if tiers is None or not below.num_disk_blocks or request.num_reads >= MAX_READS:
             return False
         if not tiers.is_read_cheaper(below) or (key := tiers.start_reads(below)) is None:
             return False
         request.num_reads += 1
         request.awaited_read, request.read_deadline = key, self._clock() + READ_PATIENCE
-        request.disk_keys.update(prefix.keys[len(below.host_slots) : len(below)])
+        request.disk_keys.update(prefix.disk_keys)
         return True
 
     def is_still_awaiting(self, request: Request) -> bool:
@@ -233,8 +263,8 @@ class KVCacheManager:
         if prefix is None:
             return
         request.wanted_node = self.index.want(prefix.match)
-        if self.tiers is not None and prefix.below.disk_slots and self.tiers.is_read_cheaper(prefix.below):
-            request.disk_keys.update(prefix.keys[len(prefix.below.host_slots) : len(prefix.below)])
+        if self.tiers is not None and prefix.below.num_disk_blocks and self.tiers.is_read_cheaper(prefix.below):
+            request.disk_keys.update(prefix.disk_keys)
             self.tiers.start_reads(prefix.below)
 
     def _look_away(self, request: Request) -> None:
@@ -268,6 +298,7 @@ class KVCacheManager:
         admission = Admission()
         request.node, request.num_indexed_blocks = self.index.root, 0
         if prefix is not None:
+            self._pin_below(prefix)
             match = prefix.match
             request.node = self.index.lock(match)
             self.pool.acquire(match.block_ids)
@@ -275,15 +306,19 @@ class KVCacheManager:
             request.num_indexed_blocks = len(match.block_ids)
             request.num_computed_tokens = request.num_indexed_blocks * self.block_size
             self._write_through_hot(request.node)
-        if not self._share_with_leader(request) and prefix is not None:
-            self._fetch(request, prefix.below.host_slots, admission)
-        self._swap_in(request, admission)
+        shares = self._share_with_leader(request)
+        if prefix is not None:
+            self._fetch(request, prefix.below.host_slots, admission, wanted=not shares)
+        has_swapped = self._swap_in(request, admission)
+        partial = None
+        if prefix is not None:
+            partial = self._fetch_partial(request, prefix, admission, wanted=not has_swapped)
         if not admission.fetches:
             admission = Admission(self._copy_last_block(request, prefix))
         if prefix is not None and request.indexable:
             self._announce(request)
         if request.account is None:
-            self._set_account(request, prefix)
+            self._set_account(request, prefix, partial)
         return admission
 
     # ------------------------------------------------------------------ parallel samples
@@ -334,46 +369,72 @@ class KVCacheManager:
             return None
         return self._copy_on_write(request, match.partial_block, match.partial_tokens)
 
-    def _set_account(self, request: Request, prefix: CachedPrefix | None) -> None:
+    def _set_account(self, request: Request, prefix: CachedPrefix | None, partial: PartialBlock | None) -> None:
         """Once a request; parallel samples have one prompt, and one account."""
         if request.leader is not None and request.shares_prompt:
             request.account, request.shares_account = request.leader.account, True
             return
-        request.account = self._account(request, prefix)
+        request.account = self._account(request, prefix, partial)
         self.popularity.note(request.segments)
 
     # ------------------------------------------------------------------ the tiers below
 
-    def _fetch(self, request: Request, host_slots: list[int], admission: Admission) -> None:
-        """Fresh blocks behind the shared ones, to be filled from host memory."""
+    def _pin_below(self, prefix: CachedPrefix) -> None:
+        """What is going to be fetched stays where it is: writing through and making room may evict below."""
+        if self.tiers is not None:
+            self.tiers.pin(prefix.below.host_slots)
+            if prefix.below.partial is not None and prefix.below.partial.tier == "host":
+                self.tiers.pin([prefix.below.partial.slot])
+
+    def _fetch(self, request: Request, host_slots: list[int], admission: Admission, *, wanted: bool) -> None:
+        """Fresh blocks behind the shared ones, to be filled from host memory. The slots are pinned."""
         if not host_slots or self.tiers is None:
             return
-        self.tiers.pin(host_slots)  # making room may demote, and that may evict below
-        if not self._make_room(len(host_slots), request):
+        if not (wanted and self._make_room(len(host_slots), request)):
             self.tiers.unpin(host_slots)
             return
         self.tiers.note_fetch(host_slots)
         self._append_fetched(request, host_slots, admission)
         request.num_computed_tokens = len(request.block_table) * self.block_size
 
+    def _fetch_partial(
+        self, request: Request, prefix: CachedPrefix, admission: Admission, *, wanted: bool
+    ) -> PartialBlock | None:
+        """The block below in which the prompt parts from another, into a block of the request's own.
+
+        What it does not share is computed over. Its slot is pinned.
+        """
+        partial = prefix.below.partial
+        if self.tiers is None or partial is None or partial.tier != "host":
+            return None
+        has_all_before = len(request.block_table) == prefix.num_blocks
+        if not (wanted and has_all_before and self._make_room(1, request)):
+            self.tiers.unpin([partial.slot])
+            return None
+        self.tiers.note_fetch([partial.slot])
+        self._append_fetched(request, [partial.slot], admission)
+        request.num_computed_tokens += partial.num_tokens
+        return partial
+
     def _append_fetched(self, request: Request, host_slots: list[int], admission: Admission) -> None:
         fresh = self.pool.allocate(len(host_slots))
         request.block_table += fresh
         admission.fetches.extend(BlockFetch(slot, block) for slot, block in zip(host_slots, fresh, strict=True))
 
-    def _swap_in(self, request: Request, admission: Admission) -> None:
+    def _swap_in(self, request: Request, admission: Admission) -> bool:
         """A request that was swapped out gets its own blocks back, if what stood before them is there again."""
         swapped, request.swapped = request.swapped, None
         if swapped is None or self.tiers is None:
-            return
+            return False
         skipped = len(request.block_table) - swapped.first_block
         wanted = swapped.slots[skipped:] if skipped >= 0 else []
         if not wanted or not self._make_room(len(wanted), request):
             self.tiers.swap_drop(swapped.slots)
-            return
+            return False
         self.tiers.swap_in(swapped.slots)
         self._append_fetched(request, wanted, admission)
         request.num_computed_tokens = swapped.num_tokens
+        return True
 
     def _write_through_hot(self, node: Node) -> None:
         """Of a path that is used again and again, what the disk lacks."""
@@ -402,16 +463,22 @@ class KVCacheManager:
         request.num_computed_tokens += num_slots
         return BlockCopy(source, fresh[0], num_slots)
 
-    def _account(self, request: Request, prefix: CachedPrefix | None) -> PromptAccount:
-        """Each prompt token into exactly one class (design: one account of every prompt token)."""
+    def _account(self, request: Request, prefix: CachedPrefix | None, partial: PartialBlock | None) -> PromptAccount:
+        """Each prompt token into exactly one class (design: one account of every prompt token).
+
+        `partial`: the block from below that gives its first tokens.
+        """
         total = request.num_prompt_tokens
         if prefix is None:
             return PromptAccount(disabled=total)
         cached = request.num_computed_tokens
         first = request.num_indexed_blocks
         fetched = prefix.keys[: (cached // self.block_size - first) if prefix.below.host_slots else 0]
+        shared = partial.num_tokens if partial is not None else 0
         disk = sum(key in request.disk_keys for key in fetched) * self.block_size
-        host = len(fetched) * self.block_size - disk
+        if partial is not None and partial.key in request.disk_keys:
+            disk += shared
+        host = len(fetched) * self.block_size + shared - disk
         whole = total // self.block_size * self.block_size
         # Nothing but the last block is missing: it is not full, or held back for the token that is always computed.
         missed = 0 if cached >= (total - 1) // self.block_size * self.block_size else whole - cached
@@ -430,8 +497,10 @@ class KVCacheManager:
         """Why what follows was not there. What is only on disk, and was not waited for, has been evicted to there."""
         if prefix.below.disk_slots:
             return MissReason.EVICTED
-        if not prefix.below.host_slots:
+        if not prefix.below.host_slots and prefix.below.partial is None:
             return prefix.match.reason
+        if prefix.below.partial is not None:
+            return self.index.miss_reason(self._key_at(request, prefix, prefix.num_blocks), diverged=True)
         return self.index.miss_reason(self._key_at(request, prefix, prefix.num_blocks), prefix.below.goes_on)
 
     def _announce(self, request: Request) -> None:
@@ -490,6 +559,7 @@ class KVCacheManager:
         index          [ A ][ B ]
         table after    [ A ][ B ][ y ][ z ]      x is free again; y (if full) is in the index now (I2)
         """
+        request.num_done_tokens = num_tokens
         first, last = request.num_indexed_blocks, num_tokens // self.block_size
         if first >= last or not (self.caching and request.indexable):
             return
@@ -520,15 +590,25 @@ class KVCacheManager:
         self.pool.acquire(adopted)
         self.pool.release(own)
 
-    def persist(self, node: Node) -> None:
-        """Write a path to the disk, as far as it is not there."""
-        if self.tiers is not None and not node.doomed:
-            self.tiers.write_through(self.index.path(node))
+    def persist(self, node: Node) -> bool:
+        """Write a path to the disk, as far as it is not there; False when the rest has to wait for its turn."""
+        if self.tiers is None or node.doomed or node.parent is None:
+            return True
+        return self.tiers.write_through(self.index.path(node))
 
-    def persist_all(self) -> None:
-        """Everything that the index holds, for a clean stop or an idle hour."""
-        for node in list(self.index.leaves()):
-            self.persist(node)
+    def begin_to_persist(self) -> None:
+        """Bring everything that the index holds now to the disk, each path once: a disk that is too small for all of
+        it ends with what was used last, and is not written for ever."""
+        if self.tiers is not None and self.tiers.disk is not None:
+            self._unpersisted = sorted(self.index.leaves(), key=lambda node: node.last_use, reverse=True)
+
+    def continue_to_persist(self) -> None:
+        while self._unpersisted and self.persist(self._unpersisted[-1]):
+            self._unpersisted.pop()
+
+    @property
+    def is_persisting(self) -> bool:
+        return bool(self._unpersisted)
 
     # ------------------------------------------------------------------ the end
 
@@ -554,7 +634,7 @@ class KVCacheManager:
         self.pool.release(request.block_table)
         self.pool.evict(self.index.reap())
         request.block_table = array("i")
-        request.num_computed_tokens = request.num_indexed_blocks = 0
+        request.num_computed_tokens = request.num_done_tokens = request.num_indexed_blocks = 0
 
     def _swap_out(self, request: Request) -> SwappedBlocks | None:
         first, num_tokens = request.num_indexed_blocks, request.num_computed_tokens
@@ -563,7 +643,7 @@ class KVCacheManager:
             return None
         if not self.tiers.is_fetch_cheaper(len(block_ids), num_tokens - first * self.block_size):
             return None
-        slots = self.tiers.swap_out(block_ids)
+        slots = self.tiers.swap_out(block_ids, request.tenant_id)
         return None if slots is None else SwappedBlocks(first, num_tokens, slots)
 
     def drop_swapped(self, request: Request) -> None:
@@ -615,13 +695,18 @@ class KVCacheManager:
         device = len(prefix.match.block_ids) * self.block_size
         host = device + len(prefix.below.host_slots) * self.block_size
         disk = host + len(prefix.below.disk_slots) * self.block_size
-        if not len(prefix.below):
+        if prefix.below.partial is not None:
+            host += prefix.below.partial_tokens("host")
+            disk = max(disk, host) + prefix.below.partial_tokens("disk")
+        elif not len(prefix.below):
             device = host = disk = prefix.match.num_tokens
         whole = max(disk, total // self.block_size * self.block_size)
         if disk >= (total - 1) // self.block_size * self.block_size:
             whole = disk
         reason = prefix.match.reason
-        if len(prefix.below) and whole > disk:
+        if prefix.below.partial is not None:
+            reason = MissReason.DIVERGED
+        elif len(prefix.below) and whole > disk:
             reason = MissReason.DIVERGED if prefix.below.goes_on else MissReason.COLD
         ends = [("device", device), ("host", host), ("disk", disk), (reason.value, whole), ("partial_block", total)]
         parts, start = list[ExplainedPart](), 0
@@ -658,5 +743,5 @@ class KVCacheManager:
 
 
 def _has_prompt(leader: Request) -> bool:
-    """Whether it holds the blocks of its prompt now, all of it computed."""
-    return leader.num_computed_tokens >= leader.num_prompt_tokens
+    """Whether it holds the blocks of its prompt now, all of it known to be computed."""
+    return leader.num_done_tokens >= leader.num_prompt_tokens

@@ -164,6 +164,10 @@ class MeasuredEngine:
     def idle(self) -> bool:
         return self._engine.idle()
 
+    @property
+    def is_restoring(self) -> bool:
+        return self._engine.is_restoring
+
     def persist(self) -> None:
         self._engine.persist()
 

@@ -10,17 +10,24 @@ Owners are as many as there are tenants: the largest keep their name, the rest a
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, islice
 from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine.engine import LLMEngine
 from engine.eviction import Owner
+from engine.protocol import IndexStats, LatencyStats, TierStats
+from engine.tiers.journal import JournalState
 
 OTHER = "other"
 _STEP_BUCKETS = (0.0002, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -73,6 +80,7 @@ class EngineMetricsRegistry:
             registry=self._registry,
         )
         self._registry.register(_EngineState(engine, prefill_speed, owner_labels))
+        self._registry.register(_TierState(engine, owner_labels))
 
     def observe_step(self, times: StepTimes, num_sequences: int, num_prefill: int, num_decode: int) -> None:
         for phase, seconds in times._asdict().items():
@@ -180,23 +188,140 @@ class _EngineState(Collector):
         return list(islice(everyone, self._owner_labels))
 
     def _evictions(self) -> Iterator[Metric]:
-        order = self._engine.scheduler.manager.index.order
-        named = set(self._named(order.owners))
+        named = set(self._named(self._engine.scheduler.manager.index.order.owners))
         evicted = CounterMetricFamily(
             "radixgate_engine_evicted_blocks",
             "Blocks evicted: from which tier, whose, and whether the owner's own pressure or another's did it.",
             labels=["tier", "owner", "cause"],
         )
         pressure = CounterMetricFamily(
-            "radixgate_engine_pressure_blocks", "Blocks evicted, by whose need for room.", labels=["pressed_by"]
+            "radixgate_engine_pressure_blocks", "Blocks evicted, by whose need for room.", labels=["tier", "pressed_by"]
         )
-        lost, pressed = Tally[tuple[str, str]](), Tally[str]()
-        for line, count in order.ledger.items():
+        lost, pressed = Tally[tuple[str, str, str]](), Tally[tuple[str, str]]()
+        for line in self._engine.stats().ledger:
             cause = "own_pressure" if line.owner == line.pressed_by else "other_pressure"
-            lost[line.owner if line.owner in named else OTHER, cause] += count
-            pressed[line.pressed_by if line.pressed_by in named else OTHER] += count
-        for (owner, cause), count in lost.items():
-            evicted.add_metric(["device", owner, cause], count)
-        for name, count in pressed.items():
-            pressure.add_metric([name], count)
+            lost[line.tier, line.owner if line.owner in named else OTHER, cause] += line.num_blocks
+            pressed[line.tier, line.pressed_by if line.pressed_by in named else OTHER] += line.num_blocks
+        for labels, count in lost.items():
+            evicted.add_metric(labels, count)
+        for labels, count in pressed.items():
+            pressure.add_metric(labels, count)
         yield from (evicted, pressure)
+
+
+class _TierState(Collector):
+    """The tiers below the device, and the index of the disk. Nothing when there are none."""
+
+    def __init__(self, engine: LLMEngine, owner_labels: int) -> None:
+        self._engine = engine
+        self._owner_labels = owner_labels
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        if stats.tiers:
+            yield from _tier_gauges(stats.tiers)
+            yield from _tier_counters(stats.tiers)
+            yield _tier_latencies(stats.tiers)
+            yield self._owners(stats.tiers)
+        if stats.index is not None:
+            yield from _index(stats.index)
+
+    def _owners(self, tiers: Iterable[TierStats]) -> Metric:
+        named = set(islice(self._engine.scheduler.manager.index.order.owners, self._owner_labels))
+        blocks = GaugeMetricFamily(
+            "radixgate_engine_tier_owner_blocks", "Blocks below the device by owner.", labels=["tier", "owner"]
+        )
+        counts = Tally[tuple[str, str]]()
+        for tier in tiers:
+            for owner, count in tier.owner_blocks.items():
+                counts[tier.name, owner if owner in named else OTHER] += count
+        for labels, count in counts.items():
+            blocks.add_metric(labels, count)
+        return blocks
+
+
+def _tier_gauges(tiers: tuple[TierStats, ...]) -> Iterator[Metric]:
+    gauges = {
+        "bytes": ("KV in a tier below the device.", [tier.num_blocks * tier.block_bytes for tier in tiers]),
+        "capacity_bytes": ("Room in a tier below the device.", [tier.num_slots * tier.block_bytes for tier in tiers]),
+        "ready": ("Whether a tier is in use: the disk after its index was read.", [_is_ready(tier) for tier in tiers]),
+        "bandwidth_bytes_per_second": ("Measured when reading; 0: not yet.", [tier.bandwidth for tier in tiers]),
+    }
+    for name, (meaning, values) in gauges.items():
+        gauge = GaugeMetricFamily(f"radixgate_engine_tier_{name}", meaning, labels=["tier"])
+        for tier, value in zip(tiers, values, strict=True):
+            gauge.add_metric([tier.name], value)
+        yield gauge
+
+
+def _is_ready(tier: TierStats) -> int:
+    return int(tier.state == "ready")
+
+
+def _tier_counters(tiers: tuple[TierStats, ...]) -> Iterator[Metric]:
+    """Each with the label `tier`, and one more where it counts several things."""
+    rows = {
+        "written_bytes": ("KV written into a tier.", "", [("", "bytes_written")]),
+        "read_bytes": ("KV read from a tier.", "", [("", "bytes_read")]),
+        "errors": (
+            "Reads and writes that failed: counted misses.",
+            "operation",
+            [("read", "num_read_errors"), ("write", "num_write_errors")],
+        ),
+        "damaged_blocks": ("Blocks whose checksum was not theirs when they were read.", "", [("", "num_damaged")]),
+        "dropped_blocks": ("Blocks that found no room in a tier.", "", [("", "num_dropped")]),
+        "refused_fetches": ("Times that computing was cheaper than fetching.", "", [("", "num_refused")]),
+        "swapped_blocks": (
+            "Blocks of preempted requests.",
+            "direction",
+            [("out", "num_swapped_out"), ("in", "num_swapped_in")],
+        ),
+        "loaded_entries": (
+            "Index entries of an earlier life, by what became of them.",
+            "result",
+            [("restored", "num_restored"), ("rejected", "num_rejected")],
+        ),
+    }
+    for name, (meaning, label, values) in rows.items():
+        counter = CounterMetricFamily(
+            f"radixgate_engine_tier_{name}", meaning, labels=["tier", label] if label else ["tier"]
+        )
+        for tier in tiers:
+            for value, field in values:
+                counter.add_metric([tier.name, value] if label else [tier.name], getattr(tier, field))
+        yield counter
+
+
+def _tier_latencies(tiers: tuple[TierStats, ...]) -> Metric:
+    histogram = HistogramMetricFamily(
+        "radixgate_engine_tier_seconds", "Time of a read from, or a write into, a tier.", labels=["tier", "operation"]
+    )
+    for tier in tiers:
+        for operation, latency in (("read", tier.reads), ("write", tier.writes)):
+            histogram.add_metric([tier.name, operation], _buckets(latency), latency.seconds)
+    return histogram
+
+
+def _buckets(latency: LatencyStats) -> list[tuple[str, float]]:
+    bounds = [*(str(bound) for bound in latency.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(latency.counts), strict=True))
+
+
+def _index(index: IndexStats) -> Iterator[Metric]:
+    state = GaugeMetricFamily("radixgate_engine_index_state", "State of the index in Redis.", labels=["state"])
+    for each in JournalState:
+        state.add_metric([each.value], each.value == index.state)
+    yield state
+    gauges = {
+        "pending_records": ("Index records that are still to be written to Redis.", index.num_pending),
+        "lag_seconds": ("Age of the oldest of them.", index.lag_seconds),
+    }
+    for name, (meaning, value) in gauges.items():
+        yield GaugeMetricFamily(f"radixgate_engine_index_{name}", meaning, value=value)
+    counters = {
+        "published_records": ("Index records written to Redis.", index.num_published),
+        "failures": ("Times that Redis could not be written or read.", index.num_failures),
+        "resyncs": ("Times that the whole index was written again.", index.num_resyncs),
+    }
+    for name, (meaning, value) in counters.items():
+        yield CounterMetricFamily(f"radixgate_engine_index_{name}", meaning, value=value)

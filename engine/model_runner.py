@@ -127,7 +127,7 @@ class ModelRunner:
             self._transfer = CpuBlockTransfer(self.kv_cache, host, torch.get_num_threads())
 
     def transfer_report(self) -> TransferReport:
-        return TransferReport(0, 0, 0.0) if self._transfer is None else self._transfer.report()
+        return TransferReport(0, 0, 0.0, 0.0) if self._transfer is None else self._transfer.report()
 
     def is_same_block(self, block_id: int, payload: memoryview) -> bool:
         """Whether a block's content and a payload agree as well as two computations of the same KV do."""

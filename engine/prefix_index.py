@@ -269,9 +269,9 @@ class PrefixIndex:
     ) -> PrefixMatch:
         """The path ends inside a run; the run's next block may still share tokens."""
         num_tokens = len(block_ids) * self.block_size
-        wanted = _tokens_between(sequence, num_tokens, min(limit, num_tokens + self.block_size))
+        wanted = tokens_between(sequence, num_tokens, min(limit, num_tokens + self.block_size))
         candidate = node.tokens[blocks * self._stride : (blocks + 1) * self._stride]
-        shared = _common_tokens(candidate, wanted)
+        shared = common_tokens(candidate, wanted)
         source = node.block_ids[blocks] if shared else None
         reason = self._miss_reason(_key_before(node, blocks), sequence, len(block_ids), diverged=True)
         return PrefixMatch(block_ids, node, blocks, num_tokens + shared, source, shared, reason)
@@ -279,7 +279,7 @@ class PrefixIndex:
     def _match_at(self, sequence: ScopedTokens, limit: int, node: Node, block_ids: array[int]) -> PrefixMatch:
         """The path ends at a node; a child's first block may still share tokens."""
         num_tokens = len(block_ids) * self.block_size
-        wanted = _tokens_between(sequence, num_tokens, min(limit, num_tokens + self.block_size))
+        wanted = tokens_between(sequence, num_tokens, min(limit, num_tokens + self.block_size))
         scopes = sequence.scopes_up_to(len(block_ids))
         source, shared = self._closest_child(node, scopes, wanted)
         # Only what this sequence may read: that somebody else went on from here is none of its business (I5).
@@ -298,7 +298,7 @@ class PrefixIndex:
             siblings = node.first_blocks.get(scope, [])
             place = bisect_left(siblings, wanted)
             for neighbour in siblings[max(place - 1, 0) : place + 1]:
-                shared = _common_tokens(neighbour, wanted)
+                shared = common_tokens(neighbour, wanted)
                 if shared > best_shared:
                     child = node.children[self._digest(node.last_key + scope + neighbour)]
                     if child.doomed:
@@ -791,11 +791,11 @@ def _key_before(node: Node, blocks: int) -> bytes:
     return node.last_key if node.parent is None else node.parent.last_key
 
 
-def _tokens_between(sequence: ScopedTokens, start: int, stop: int) -> bytes:
+def tokens_between(sequence: ScopedTokens, start: int, stop: int) -> bytes:
     return bytes(sequence.packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
 
 
-def _common_tokens(one: bytes, other: bytes) -> int:
+def common_tokens(one: bytes, other: bytes) -> int:
     """Tokens in the longest common prefix of two packed blocks."""
     low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
     while low < high:

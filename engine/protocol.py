@@ -301,18 +301,18 @@ class Erased(msgspec.Struct, frozen=True, kw_only=True, tag="erased"):
 
 
 class DocumentUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A document as a unit of the device's cache, added up over every prompt that it stands in.
+    """A document as a unit of the cache, added up over the tiers and every prompt that it stands in.
 
-    Its blocks are those from where it starts to the next document, or to the end of its run in the tree.
+    Its blocks are those from where it starts to the next document, or to where prompts part. Hits are the device's.
     """
 
     document_id: str
     num_blocks: int
     num_bytes: int
-    num_by_tier: dict[str, int]  # blocks
+    num_by_tier: dict[str, int]  # blocks; they sum to `num_blocks`
     hits: int
     tokens_saved: int
-    last_use: float  # Unix seconds; 0: not used since the engine's start
+    last_use: float  # Unix seconds
 
 
 class DocumentStats(msgspec.Struct, frozen=True, kw_only=True, tag="document_stats"):
@@ -348,6 +348,14 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True, tag="explained"):
     parts: tuple[ExplainedPart, ...]
 
 
+class LatencyStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Operations by how long they took; one count more than bounds, for what took longer than the last."""
+
+    bounds: tuple[float, ...] = ()  # seconds, upper bounds
+    counts: tuple[int, ...] = (0,)
+    seconds: float = 0.0  # of all of them
+
+
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     """One tier below the device, since the engine's start and now."""
 
@@ -361,9 +369,16 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     num_evicted: int
     num_read_errors: int = 0
     num_write_errors: int = 0
-    num_restored: int = 0
-    num_rejected: int = 0
+    num_damaged: int = 0  # of the read errors: blocks whose checksum was not theirs
+    num_dropped: int = 0  # blocks that found no room here
+    num_refused: int = 0  # fetches that computing was cheaper than
+    num_swapped_out: int = 0  # blocks of preempted requests
+    num_swapped_in: int = 0
+    num_restored: int = 0  # entries of an earlier life that were taken over
+    num_rejected: int = 0  # and those that led nowhere
     bandwidth: float = 0.0  # bytes per second, as measured when reading; 0: not yet
+    reads: LatencyStats = LatencyStats()  # of the host: a step's copies; of the disk: a block
+    writes: LatencyStats = LatencyStats()
     owner_blocks: dict[str, int] = msgspec.field(default_factory=dict[str, int])
 
 

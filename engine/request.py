@@ -37,7 +37,7 @@ class Request:
         block_table   [  ][  ][  ][  ][  ][  ][  ][  ][  ]
 
     `num_computed_tokens` counts what has been given to the device: for whatever is launched later, that KV is in place.
-    In the index is only what steps that have ended computed.
+    In the index, and shared with parallel samples, is only what steps that have ended computed (`num_done_tokens`).
 
     `block_table`, `node`, `num_indexed_blocks` and the key fields belong to `KVCacheManager`, `state` to `Scheduler`,
     `num_computed_tokens` to both, in turn; `num_pending_tokens` is raised by `Scheduler` and lowered by `LLMEngine`.
@@ -60,6 +60,7 @@ class Request:
         "node",
         "num_bypasses",
         "num_computed_tokens",
+        "num_done_tokens",
         "num_indexed_blocks",
         "num_pending_tokens",
         "num_prompt_tokens",
@@ -110,6 +111,7 @@ class Request:
 
         self.block_table: array[int] = array("i")
         self.num_computed_tokens = 0
+        self.num_done_tokens = 0
         self.num_pending_tokens = 0  # sampled, or being sampled, by steps that have not ended
         self.indexable = submit.use_cache
         self.counted = submit.counted
@@ -185,7 +187,7 @@ class Request:
     def forget_blocks(self) -> None:
         """Back to holding nothing, without a word to a cache that no longer exists."""
         self.block_table = array("i")
-        self.num_computed_tokens = self.num_indexed_blocks = self.num_pending_tokens = 0
+        self.num_computed_tokens = self.num_done_tokens = self.num_indexed_blocks = self.num_pending_tokens = 0
         self.node = self.wanted_node = None
         self.pending_keys = []
         self.awaited_key = self.awaited_read = None

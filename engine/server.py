@@ -89,6 +89,7 @@ EXPIRE_EVERY = 1.0  # seconds
 BUSY_PAUSE = 0.002  # seconds between two looks while blocks move in the background
 SEND_QUEUE = 16_384  # messages that may wait for one client
 RECEIVE_BATCH = 4_096  # messages taken between two steps at most
+RESTORE_PATIENCE = 10.0  # seconds that health checks wait for what an earlier life left in the cache
 PROBE_ID = "_probe"
 PROBE_SCOPE = PROBE_ID.encode().ljust(SCOPE_BYTES, b"-")
 TRANSPORT_HEARTBEAT_MS = 3_000
@@ -110,6 +111,11 @@ class ServedEngine(Protocol):
 
     def idle(self) -> bool:
         """Background work while there are no requests; True when more is to come soon."""
+        ...
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether what an earlier life left in the cache is still coming back."""
         ...
 
     def persist(self) -> None:
@@ -204,7 +210,7 @@ class EngineServer:
         self._stop_requests = 0
         self._closed = False
         self._drain_deadline: float | None = None
-        self._last_work = clock()
+        self._last_work = self._started = clock()
         self._rested = False
         self._next_expiry = 0.0
         self._wake_read, self._wake_write = os.pipe()
@@ -505,8 +511,9 @@ class EngineServer:
 
     def _start_probe(self) -> None:
         """A probe is answered by the next step that computes tokens, in the middle of a long prefill, too. Only an idle
-        engine needs a request of its own for that."""
-        if not self._probes or self._probe_running or self.engine.has_work():
+        engine needs a request of its own for that. None is answered while an earlier life's cache comes back: ready
+        means at full speed."""
+        if not self._probes or self._probe_running or self.engine.has_work() or self._is_restoring():
             return
         try:
             self.engine.add_request(_probe_request())
@@ -515,13 +522,16 @@ class EngineServer:
         else:
             self._probe_running = True
 
+    def _is_restoring(self) -> bool:
+        return self.engine.is_restoring and self._clock() - self._started < RESTORE_PATIENCE
+
     def _settle_probes(self, outputs: list[Delta | Failure], has_computed: bool) -> None:
         if any(output.request_id == PROBE_ID and _is_last(output) for output in outputs):
             self._probe_running = False
         failure = next((out for out in outputs if isinstance(out, Failure) and out.code == EngineStepError.code), None)
         if failure is not None:
             self._answer_probes(ok=False, message=failure.message)
-        elif has_computed:
+        elif has_computed and not self._is_restoring():
             self._answer_probes(ok=True)
 
     def _answer_probes(self, *, ok: bool, message: str = "") -> None:

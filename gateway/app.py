@@ -112,7 +112,7 @@ def create_app(
             *vector_store_file_routes(retrieval),
             *vector_store_batch_routes(retrieval),
             *embedding_routes(retrieval),
-            *cache_document_routes(retrieval, engine),
+            *cache_document_routes(retrieval, engine, tenants.secret),
         ]
     v1 = Router("/v1", guards=[tenant_guard(tenants)], route_handlers=routes)
     admin = admin_router(tenants, TenantAdmin(store, tenants.secret, sync.poll), engine, usage)
@@ -138,7 +138,7 @@ def create_app(
             if operations is None:  # else it is closed with them, after their last words
                 await store.close()
 
-    probe = ReadinessProbe(engine, drain, store.problem)
+    probe = ReadinessProbe(engine, drain, store.problem, models.current)
     return Litestar(
         route_handlers=[*routers, admin, *health_routes(probe)],
         lifespan=[connections] if operations is None else [operations.lifespan, connections],

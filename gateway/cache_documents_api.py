@@ -1,8 +1,9 @@
 """/v1/cache/documents/{id}: a document as a unit of the cache.
 
 `id` is a file's id, which means all its passages, or one document's own (as a search and a chat name it, or as a client
-gave it). Only what lies under the tenant's own scope is counted and warmed; deleting erases all of its KV, under
-whatever a client has narrowed its scope to. The document itself stays where it is: that is /v1/files' matter.
+gave it). Only what lies under the tenant's own scope is counted, in every tier, and warmed; deleting erases all of its
+KV, under whatever a client has narrowed its scope to. To the operator's keys what is public belongs as well. The
+document itself stays where it is: that is /v1/files' matter.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from engine.errors import NotFoundError
 from engine.protocol import DocumentUse, GetDocumentStats
 from gateway.engine_port import Engine
 from gateway.http_io import HttpRequest, json_response, tenant_of
+from gateway.prompt_scopes import PUBLIC_OWNER
+from gateway.request_context import request_context
 from gateway.retrieval_service import RetrievalService
 from gateway.retrieval_types import Deleted
-from gateway.tenants import Tenant
+from gateway.tenant_records import Role
+from gateway.tenants import Tenant, public_scope
 from retrieval.records import chunk_id, document_id_of
 
 
@@ -81,14 +85,15 @@ class CacheDocuments:
         return WarmResult(id=document_id, queued=queued, pinned=pinned)
 
 
-def cache_document_routes(retrieval: RetrievalService, engine: Engine) -> list[HTTPRouteHandler]:
+def cache_document_routes(retrieval: RetrievalService, engine: Engine, secret: bytes) -> list[HTTPRouteHandler]:
     documents = CacheDocuments(retrieval)
 
     @get("/cache/documents/{document_id:str}")
     async def retrieve(request: HttpRequest, document_id: FromPath[str]) -> Response[bytes]:
         tenant = tenant_of(request)
         ids = await documents.documents_of(tenant, document_id)
-        asked = GetDocumentStats(query_id=uuid.uuid4().hex, scopes=(tenant.scope,), document_ids=ids)
+        scopes = (tenant.scope, public_scope(secret)) if _is_operator(request) else (tenant.scope,)
+        asked = GetDocumentStats(query_id=uuid.uuid4().hex, scopes=scopes, document_ids=ids)
         uses = (await engine.document_stats(asked)).documents
         pins = {document_id_of(each) for each in await retrieval.pins.of(tenant.id)}
         if not uses and ids == (document_id,) and not await documents.chunk_ids(tenant, document_id):
@@ -118,10 +123,17 @@ def cache_document_routes(retrieval: RetrievalService, engine: Engine) -> list[H
     async def erase(request: HttpRequest, document_id: FromPath[str]) -> Response[bytes]:
         tenant = tenant_of(request)
         ids = await documents.documents_of(tenant, document_id)
-        erased = await retrieval.erasure.erase(tenant.id, ids)
+        owners = (tenant.owner or tenant.id, *((PUBLIC_OWNER,) if _is_operator(request) else ()))
+        counts = [await retrieval.erasure.erase(owner, ids) for owner in owners]
+        erased = None if None in counts else sum(count for count in counts if count is not None)
         return json_response(Deleted(id=document_id, object="cache.document.deleted", erased_blocks=erased))
 
     return [retrieve, pin, unpin, warm_now, erase]
+
+
+def _is_operator(request: HttpRequest) -> bool:
+    caller = request_context(request.scope).caller
+    return caller is not None and caller.key.role is Role.OPERATOR
 
 
 def _summary(document_id: str, ids: tuple[str, ...], uses: tuple[DocumentUse, ...], *, pinned: bool) -> CachedDocument:

@@ -1,4 +1,5 @@
-"""/livez says that this process runs; /readyz that a request sent now would be answered, by a real decode step.
+"""/livez says that this process runs; /readyz that a request sent now would be answered, and as fast as any later one:
+the engine has made a real decode step (and has back what an earlier life left it), the prompt builder is there.
 
 Probes cost the engine a step, so concurrent ones share one, and its result is good for a second: a balancer that
 asks often, or a hundred of them, cannot load the device.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import msgspec
@@ -42,11 +43,14 @@ class ReadinessProbe:
         engine: Engine,
         drain: Drain,
         store_problem: StoreProblem,
+        warm_up: Callable[[], Awaitable[object]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`warm_up` returns when what the first request would have to wait for is there."""
         self._engine = engine
         self._drain = drain
         self._store_problem = store_problem
+        self._warm_up = warm_up
         self._clock = clock
         self._running: asyncio.Task[str | None] | None = None
         self._problem: str | None = None
@@ -75,6 +79,7 @@ class ReadinessProbe:
     async def _probe(self) -> str | None:
         try:
             result = await self._engine.probe(_PROBE_TIMEOUT)
+            await self._warm_up()
             self._problem = None if result.ok else f"the engine's decode step failed: {result.message}"
         except RadixgateError as error:
             self._problem = error.message

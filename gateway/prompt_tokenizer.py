@@ -45,8 +45,9 @@ class PromptTokenizer:
         self._opening = Tokenizer.from_str(json.dumps(spec))
         self._opening.encode_special_tokens = True
         _drop_dummy_prefix(spec)
-        self._template = Tokenizer.from_str(json.dumps(spec))
-        self._text = Tokenizer.from_str(json.dumps(spec))
+        without_prefix = json.dumps(spec)
+        self._template = Tokenizer.from_str(without_prefix)
+        self._text = Tokenizer.from_str(without_prefix)
         self._text.encode_special_tokens = True
         self._cache = TokenCache(_CACHED_CHARACTERS)
 

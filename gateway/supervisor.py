@@ -277,7 +277,7 @@ class Supervisor:
         new, old = self._read_settings(), self._settings
         fixed = ("host", "port", "workers")
         changed = [f"server.{key}" for key in fixed if getattr(new.server, key) != getattr(old.server, key)]
-        changed += [name for name in ("model", "engine", "store") if getattr(new, name) != getattr(old, name)]
+        changed += [name for name in ("model", "engine", "tiers", "store") if getattr(new, name) != getattr(old, name)]
         if changed:
             raise ConfigError(f"a change of {', '.join(changed)} takes a restart")
         return new

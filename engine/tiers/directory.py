@@ -41,12 +41,13 @@ from numpy.typing import NDArray
 
 from engine.erasure import Selection
 from engine.errors import InvariantError
-from engine.eviction import Policy
-from engine.prefix_index import KEY_BYTES
+from engine.eviction import EvictionLedger, Policy
+from engine.prefix_index import KEY_BYTES, DocumentRun, common_tokens
 from engine.scoped_tokens import TOKEN_BYTES, ScopedTokens
 from engine.tiers.names import Name, Names
 
 _DEPTH_OF_DOUBLE_COST = 512  # blocks, as in engine/eviction.py
+_MAX_SIBLINGS = 32  # children that are looked at for the one that shares most
 _KEY_OBJECT, _INT_OBJECT, _HEAP_ENTRY = 64, 32, 64 + 24 + 32 + 32  # as CPython allocates them
 _FREE, _FILLING, _READY, _GONE = range(4)
 
@@ -100,7 +101,7 @@ class TierDirectory:
         self.root_key = root_key
         self.names = Names()  # of scopes, owners and documents
         self.owner_blocks: dict[str, int] = {}
-        self.num_evicted = 0
+        self.ledger = EvictionLedger()
         self._stride = block_size * TOKEN_BYTES
         self._slots: dict[bytes, int] = {}  # key → slot, of those that are filling or ready
         self._free = array("i", range(num_slots - 1, -1, -1))  # the lowest slots are handed out first
@@ -137,6 +138,11 @@ class TierDirectory:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks, since the start."""
+        return self.ledger.total()
 
     # ------------------------------------------------------------------ find
 
@@ -178,6 +184,29 @@ class TierDirectory:
             parent = slot
         return found
 
+    def closest_child(
+        self, key: bytes, sequence: ScopedTokens, block: int, wanted: bytes, more_than: int
+    ) -> tuple[int, int] | None:
+        """(slot, tokens) of the ready block under `key` that begins most like `wanted`, if with more tokens than that.
+
+        `block`: its place in the sequence. Only children that the sequence may read, and only the last few that came:
+        a system prompt has thousands.
+        """
+        parent = self._slots.get(key)
+        best: tuple[int, int] | None = None
+        if parent is None or self._first_child[parent] < 0:
+            return None
+        scopes = sequence.scopes_up_to(block)
+        child = self._first_child[parent]
+        for _ in range(_MAX_SIBLINGS):
+            if child < 0:
+                break
+            shared = common_tokens(self.tokens(child), wanted)
+            if shared > more_than and self._state[child] == _READY and self.scope(child) in scopes:
+                best, more_than = (child, shared), shared
+            child = self._next[child]
+        return best if best is not None and self._is_path_of(parent, sequence, block - 1) else None
+
     def _holds(self, slot: int, sequence: ScopedTokens, block: int) -> bool:
         return (
             self.tokens(slot) == sequence.block_tokens(block)
@@ -217,7 +246,7 @@ class TierDirectory:
             parent = found
         if block.key in self._slots:
             return None
-        slot = self._allocate(keep=parent)
+        slot = self._allocate(block.owner, keep=parent)
         if slot is None:
             return None
         self._write(slot, block, parent)
@@ -298,9 +327,9 @@ class TierDirectory:
 
     # ------------------------------------------------------------------ private slots
 
-    def take(self) -> int | None:
+    def take(self, pressed_by: str) -> int | None:
         """A slot outside the tree, for as long as the caller wants it; None when nothing can make room."""
-        slot = self._allocate(keep=-1)
+        slot = self._allocate(pressed_by, keep=-1)
         if slot is not None:
             self._private.add(slot)
         return slot
@@ -312,21 +341,28 @@ class TierDirectory:
 
     # ------------------------------------------------------------------ room
 
-    def _allocate(self, keep: int) -> int | None:
+    def _allocate(self, pressed_by: str, keep: int) -> int | None:
         """A free slot, evicting a leaf if there must be; never `keep`, the parent of what is to come."""
         if not self._free:
             if keep >= 0:
                 self.pin(keep)
-            victim = self.next_victim()
-            if victim is not None:
-                self._clock = max(self._clock, self._priority[victim]) if self.policy == "gdsf" else self._clock
-                self.remove(victim)
-                self.num_evicted += 1
+            self.evict(1, pressed_by)
             if keep >= 0:
                 self.unpin(keep)
         return self._free.pop() if self._free else None
 
-    def next_victim(self) -> int | None:
+    def evict(self, count: int, pressed_by: str) -> int:
+        """Let go of up to `count` blocks in the order of eviction; how many went."""
+        for gone in range(count):
+            victim = self._next_victim()
+            if victim is None:
+                return gone
+            self._clock = max(self._clock, self._priority[victim]) if self.policy == "gdsf" else self._clock
+            self.ledger.note(self.owner(victim), pressed_by, 1)
+            self.remove(victim)
+        return count
+
+    def _next_victim(self) -> int | None:
         """The slot that goes next; None when nothing may."""
         while self._heap:
             _, ticket, slot = self._heap[0]
@@ -419,6 +455,24 @@ class TierDirectory:
             if self._state[slot] in (_FILLING, _READY):  # else an earlier one was above it
                 removed += self.remove(slot)
         return removed
+
+    def document_runs(self, selection: Selection) -> Iterator[DocumentRun]:
+        """Where the selected documents stand: from their start on as long as the path neither forks nor changes."""
+        for document in [key for key in self._by_document if selection.has_document(key)]:
+            for slot in self._by_document[document]:
+                if self._state[slot] == _READY and selection.has_block(self.owner(slot), self.scope(slot)):
+                    run = self._run_from(slot)
+                    last_use = max(self.last_used[at] for at in run)
+                    yield DocumentRun(document.rpartition("\x1f")[2], len(run), 0, float(last_use))
+
+    def _run_from(self, slot: int) -> list[int]:
+        run = [slot]
+        while (child := self._first_child[run[-1]]) >= 0 and self._next[child] < 0:
+            starts_another = self.documents(child)
+            if starts_another or self._scope[child] != self._scope[slot] or self._state[child] != _READY:
+                break
+            run.append(child)
+        return run
 
     def _selected(self, selection: Selection) -> list[int]:
         if selection.document_ids is None:

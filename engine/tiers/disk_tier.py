@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.erasure import Selection
 from engine.errors import InvariantError
@@ -22,6 +22,7 @@ from engine.tiers.disk_slab import DiskSlab
 from engine.tiers.index_record import RecordFormat, names_of
 from engine.tiers.io_thread import IoDone, IoJob, IoKind, IoThread
 from engine.tiers.journal import Journal, JournalState, JournalStats
+from engine.tiers.latencies import Latencies
 from engine.tiers.names import Name
 from engine.tiers.slab import SlabReadError
 
@@ -41,8 +42,11 @@ class DiskCounters:
     num_write_errors: int = 0
     num_read_errors: int = 0
     num_damaged: int = 0  # of the read errors: what lay there was not what was promised
+    num_dropped: int = 0  # blocks that found no room, or no place in the queue of writes
     num_restored: int = 0
     num_rejected: int = 0  # index entries of the earlier life that led nowhere
+    reads: Latencies = field(default_factory=Latencies)  # a block
+    writes: Latencies = field(default_factory=Latencies)
 
 
 class DiskTier:
@@ -80,6 +84,7 @@ class DiskTier:
         if self.directory is None:
             return None
         slot = self.directory.add(block)
+        self.counters.num_dropped += slot is None
         self._forget_removed()
         return slot
 
@@ -130,6 +135,7 @@ class DiskTier:
             self.cancel(slot)
             return
         self.counters.bytes_written += len(done.job.memory)
+        self.counters.writes.observe(done.seconds)
         self.directory.last_used[slot] = int(time.time())
         if self.directory.ready(slot, done.checksum):
             self._publish(slot)
@@ -139,6 +145,7 @@ class DiskTier:
         slot = done.job.slot
         if done.error is None:
             self.counters.bytes_read += len(done.job.memory)
+            self.counters.reads.observe(done.seconds)
         else:
             self.counters.num_read_errors += 1
             self.counters.num_damaged += isinstance(done.error, SlabReadError)
@@ -168,9 +175,7 @@ class DiskTier:
 
     def evict(self, count: int) -> int:
         """Let go of up to `count` blocks in the order of eviction."""
-        gone = 0
-        while self.directory is not None and gone < count and (slot := self.directory.next_victim()) is not None:
-            gone += len(self.directory.remove(slot))
+        gone = 0 if self.directory is None else self.directory.evict(count, "operator")
         self._forget_removed()
         return gone
 
@@ -291,6 +296,11 @@ class DiskTier:
         """Whether Redis has everything."""
         stats = self._journal.stats()
         return stats.state is JournalState.OK and not stats.num_pending
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the index of an earlier life is being read; not while Redis is away, which may be for long."""
+        return self.directory is None and not self._journal.stats().num_failures
 
     def journal_stats(self) -> JournalStats:
         return self._journal.stats()

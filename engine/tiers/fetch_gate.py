@@ -42,15 +42,15 @@ class FetchGate:
         self._block_bytes = block_bytes
         self.prefill = Ewma()  # tokens
         self.bandwidth = {"host": Ewma(), "disk": Ewma()}  # bytes
-        self.num_refused = 0
+        self.num_refused = {"host": 0, "disk": 0}
 
     def is_cheaper(self, tier: str, blocks: int, tokens: int, queued_bytes: int = 0) -> bool:
         """Whether to fetch `blocks` blocks from a tier instead of computing `tokens` tokens."""
         fetch, compute = self.fetch_seconds(tier, blocks, queued_bytes), self.compute_seconds(tokens)
         if fetch is None or compute is None or fetch <= compute:
             return True
-        self.num_refused += 1
-        return self.num_refused % RETRY_EVERY == 0
+        self.num_refused[tier] += 1
+        return self.num_refused[tier] % RETRY_EVERY == 0
 
     def fetch_seconds(self, tier: str, blocks: int, queued_bytes: int = 0) -> float | None:
         rate = self.bandwidth[tier].rate

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from engine.protocol import IndexStats, TierStats
+from engine.protocol import EvictionLine, IndexStats, TierStats
 from engine.tiers.disk_tier import DiskTier
+from engine.tiers.fetch_gate import FetchGate
 from engine.tiers.tiered_cache import TieredCache
 
 
@@ -18,15 +19,21 @@ def tier_stats(tiers: TieredCache) -> tuple[TierStats, ...]:
         bytes_written=tiers.counters.bytes_written,
         bytes_read=tiers.counters.bytes_read,
         num_evicted=tiers.host.num_evicted,
+        num_dropped=tiers.counters.num_dropped,
+        num_refused=tiers.gate.num_refused["host"],
+        num_swapped_out=tiers.counters.num_swapped_out,
+        num_swapped_in=tiers.counters.num_swapped_in,
         bandwidth=tiers.gate.bandwidth["host"].rate or 0.0,
+        reads=tiers.counters.reads.stats(),
+        writes=tiers.counters.writes.stats(),
         owner_blocks=dict(tiers.host.owner_blocks),
     )
     if tiers.disk is None:
         return (host,)
-    return host, _disk_stats(tiers.disk, tiers.gate.bandwidth["disk"].rate or 0.0)
+    return host, _disk_stats(tiers.disk, tiers.gate)
 
 
-def _disk_stats(disk: DiskTier, bandwidth: float) -> TierStats:
+def _disk_stats(disk: DiskTier, gate: FetchGate) -> TierStats:
     directory, counters = disk.directory, disk.counters
     return TierStats(
         name="disk",
@@ -39,11 +46,22 @@ def _disk_stats(disk: DiskTier, bandwidth: float) -> TierStats:
         num_evicted=0 if directory is None else directory.num_evicted,
         num_read_errors=counters.num_read_errors,
         num_write_errors=counters.num_write_errors,
+        num_damaged=counters.num_damaged,
+        num_dropped=counters.num_dropped,
+        num_refused=gate.num_refused["disk"],
         num_restored=counters.num_restored,
         num_rejected=counters.num_rejected,
-        bandwidth=bandwidth,
+        bandwidth=gate.bandwidth["disk"].rate or 0.0,
+        reads=counters.reads.stats(),
+        writes=counters.writes.stats(),
         owner_blocks={} if directory is None else dict(directory.owner_blocks),
     )
+
+
+def tier_evictions(tiers: TieredCache) -> tuple[EvictionLine, ...]:
+    """What went from the tiers below, by owner and pressure."""
+    disk = tiers.disk.directory if tiers.disk is not None else None
+    return tiers.host.ledger.lines("host") + (() if disk is None else disk.ledger.lines("disk"))
 
 
 def index_stats(tiers: TieredCache) -> IndexStats | None:

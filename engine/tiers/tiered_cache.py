@@ -19,14 +19,15 @@ without room: then the request computes what it could not have.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.batch import BlockOffload, SchedulerOutput, TransferReport
 from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.eviction import Policy
-from engine.prefix_index import CachedBlock
+from engine.prefix_index import CachedBlock, DocumentRun, tokens_between
 from engine.scoped_tokens import ScopedTokens
 from engine.tiers.directory import BlockIdentity, TierDirectory
 from engine.tiers.disk_tier import DiskTier
@@ -34,6 +35,7 @@ from engine.tiers.erasures import ErasureLog
 from engine.tiers.fetch_gate import FetchGate
 from engine.tiers.host_slab import HostSlab
 from engine.tiers.io_thread import IoDone, IoKind
+from engine.tiers.latencies import Latencies
 
 READ_PATIENCE = 10.0  # seconds that a request waits for the disk
 _MAX_READ_SHARE = 2  # reads of one path take at most 1/2 of the host tier
@@ -42,15 +44,38 @@ _MAX_WRITE_SHARE = 4  # slots pinned by writes that wait: at most 1/4
 
 
 @dataclass(slots=True, frozen=True)
+class PartialBlock:
+    """The block below in which a prompt parts from another: its first tokens are shared."""
+
+    tier: Literal["host", "disk"]
+    slot: int
+    key: bytes
+    num_tokens: int
+
+
+@dataclass(slots=True, frozen=True)
 class TierMatch:
-    """The blocks below that continue a device match: first those in host slots, then those in disk slots."""
+    """The blocks below that continue a device match: first those in host slots, then those in disk slots.
+
+    `partial` comes after them, and gives more tokens than what the device could have in its place.
+    """
 
     host_slots: list[int] = field(default_factory=list[int])
     disk_slots: list[int] = field(default_factory=list[int])
     goes_on: bool = False  # other prompts went on from where this one ends
+    partial: PartialBlock | None = None
 
     def __len__(self) -> int:
+        """Whole blocks."""
         return len(self.host_slots) + len(self.disk_slots)
+
+    @property
+    def num_disk_blocks(self) -> int:
+        """Blocks that a request has to wait for."""
+        return len(self.disk_slots) + (self.partial is not None and self.partial.tier == "disk")
+
+    def partial_tokens(self, tier: str) -> int:
+        return self.partial.num_tokens if self.partial is not None and self.partial.tier == tier else 0
 
 
 NO_MATCH = TierMatch()
@@ -64,7 +89,9 @@ class TierCounters:
     bytes_read: int = 0
     num_swapped_out: int = 0  # blocks
     num_swapped_in: int = 0
-    num_dropped: int = 0  # blocks that found no room below
+    num_dropped: int = 0  # blocks that found no room
+    reads: Latencies = field(default_factory=Latencies)  # a step's fetches
+    writes: Latencies = field(default_factory=Latencies)  # a step's offloads
 
 
 @dataclass(slots=True)
@@ -102,7 +129,7 @@ class TieredCache:
         self.counters = TierCounters()
         self.write_through_hits = write_through_hits
         self._erasures = erasures
-        self._wants_preload = preload
+        self._restores = preload and disk is not None  # until what was used last has been brought to host memory
         self._preload: list[int] = []  # disk slots of leaves, the next one last
         self._offloads: list[BlockOffload] = []
         self._writes: dict[int, int] = {}  # host slot whose offload is awaited → disk slot to write it to
@@ -124,6 +151,22 @@ class TieredCache:
             return TierMatch(host, disk, self.disk.directory.has_children(disk[-1]))
         return TierMatch(host, disk, bool(host) and self.host.has_children(host[-1]))
 
+    def match_partial(
+        self, sequence: ScopedTokens, parent_key: bytes, block: int, limit: int, more_than: int
+    ) -> PartialBlock | None:
+        """The block under `parent_key` that shares most of the tokens from `block` on, up to `limit`, if with more than
+        so many of them. Fetched into a block of the request's own, it is as good as copied on write."""
+        first = block * self.block_size
+        wanted = tokens_between(sequence, first, min(limit, first + self.block_size))
+        found: PartialBlock | None = None
+        if child := self.host.closest_child(parent_key, sequence, block, wanted, more_than):
+            found = PartialBlock("host", child[0], self.host.key(child[0]), child[1])
+            more_than = child[1]
+        directory = self.disk.directory if self.disk is not None else None
+        if directory is not None and (child := directory.closest_child(parent_key, sequence, block, wanted, more_than)):
+            found = PartialBlock("disk", child[0], directory.key(child[0]), child[1])
+        return found
+
     def may_have(self, key: bytes) -> bool:
         """Whether it is worth while to match: a key is here, or it is not."""
         return key in self.host or (self.disk is not None and key in self.disk)
@@ -143,8 +186,15 @@ class TieredCache:
             if slot is None:
                 self.counters.num_dropped += 1
                 return
-            if self._wanted_on_disk(block.key) and self._may_write():
-                self._add_to_disk(block, slot)
+            if self._wanted_on_disk(block.key):
+                self._demote_to_disk(block, slot)
+
+    def _demote_to_disk(self, block: CachedBlock, host_slot: int) -> None:
+        assert self.disk is not None
+        if self._may_write():
+            self._add_to_disk(block, host_slot)
+        else:
+            self.disk.counters.num_dropped += 1
 
     def _wanted_on_disk(self, key: bytes) -> bool:
         return self.disk is not None and self.disk.directory is not None and key not in self.disk
@@ -185,10 +235,13 @@ class TieredCache:
             self.host.pin(host_slot)
         self.disk.write(disk_slot, self.host_slab.slot(host_slot), host_slot)
 
-    def write_through(self, path: Iterable[CachedBlock]) -> None:
-        """Make a path safe against the end of this process while it stays on the device; deepest first."""
+    def write_through(self, path: Iterable[CachedBlock]) -> bool:
+        """Make a path safe against the end of this process while it stays on the device; deepest first.
+
+        False when the rest of it has to wait until what moves now has arrived.
+        """
         if self.disk is None or self.disk.directory is None:
-            return
+            return True
         missing: list[CachedBlock] = []
         for block in path:
             if block.key in self.disk:
@@ -198,13 +251,14 @@ class TieredCache:
             missing.append(block)
         for block in reversed(missing):
             if not self._may_write() or not self._write_through(block):
-                return
+                return not self.is_busy
+        return True
 
     def _write_through(self, block: CachedBlock) -> bool:
         host_slot = self.host.find(block.key)
         if host_slot is not None:
             return self._add_to_disk(block, host_slot)
-        host_slot = self.host.take()
+        host_slot = self.host.take(block.owner)
         if host_slot is None:
             return False
         self._transit.add(host_slot)
@@ -222,11 +276,12 @@ class TieredCache:
 
         The host tier takes a path from the root on, so what it lacks above them is read, too.
         """
-        if not match.disk_slots or self.disk is None or self.disk.directory is None:
+        if not match.num_disk_blocks or self.disk is None or self.disk.directory is None:
             return None
         directory = self.disk.directory
         path: list[int] = []
-        at: int | None = match.disk_slots[-1]
+        partial = match.partial
+        at: int | None = partial.slot if partial is not None and partial.tier == "disk" else match.disk_slots[-1]
         while at is not None and not self._is_in_host(directory.key(at)):
             path.append(at)
             at = directory.parent_of(at)
@@ -252,8 +307,8 @@ class TieredCache:
     def is_read_cheaper(self, match: TierMatch) -> bool:
         """Whether to read a match's disk blocks instead of computing them."""
         assert self.disk is not None
-        blocks = len(match.disk_slots)
-        return self.gate.is_cheaper("disk", blocks, blocks * self.block_size, self.disk.pending_read_bytes)
+        tokens = len(match.disk_slots) * self.block_size + match.partial_tokens("disk")
+        return self.gate.is_cheaper("disk", match.num_disk_blocks, tokens, self.disk.pending_read_bytes)
 
     def is_fetch_cheaper(self, blocks: int, tokens: int) -> bool:
         return self.gate.is_cheaper("host", blocks, tokens)
@@ -275,11 +330,11 @@ class TieredCache:
 
     # ------------------------------------------------------------------ swap
 
-    def swap_out(self, block_ids: list[int]) -> list[int] | None:
+    def swap_out(self, block_ids: list[int], owner: str) -> list[int] | None:
         """Keep blocks that nobody but their request can use; the slots, None when there is no room for all."""
         slots: list[int] = []
         for _ in block_ids:
-            slot = self.host.take()
+            slot = self.host.take(owner)
             if slot is None:
                 self.swap_drop(slots)
                 return None
@@ -335,6 +390,10 @@ class TieredCache:
     def settle(self, report: TransferReport) -> None:
         """Transfers have ended: their slots are ready, or free."""
         self.gate.bandwidth["host"].observe(report.fetched_bytes, report.fetch_seconds)
+        if report.fetch_seconds:
+            self.counters.reads.observe(report.fetch_seconds)
+        if report.offload_seconds:
+            self.counters.writes.observe(report.offload_seconds)
         while self._batches and self._batches[0].number <= report.num_done:
             batch = self._batches.popleft()
             for offload in batch.offloads:
@@ -371,7 +430,7 @@ class TieredCache:
             return
         if self.disk.poll():
             self._resume_erasures()
-            if self._wants_preload:
+            if self._restores:
                 self._preload = self.disk.leaves_by_last_use()
         for done in self.disk.completed():
             match done.job.kind:
@@ -387,6 +446,9 @@ class TieredCache:
 
     def _continue_preload(self) -> None:
         """A few blocks at a time, so that a request that needs the disk does not wait behind them."""
+        assert self.disk is not None
+        if self.disk.directory is not None and not self._preload and not self.disk.pending_read_bytes:
+            self._restores = False
         while self._preload and self.disk is not None and self.disk.directory is not None:
             if self.disk.pending_read_bytes >= _PRELOAD_DEPTH * self.host_slab.block_bytes:
                 return
@@ -404,6 +466,11 @@ class TieredCache:
             self.host.ready(slot)
         elif self.host.ready(slot):
             self.host.remove(slot)
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether what an earlier life left is still coming back: a request now may find less, and wait longer."""
+        return self._restores and self.disk is not None and (self.disk.directory is not None or self.disk.is_loading)
 
     @property
     def is_busy(self) -> bool:
@@ -469,12 +536,16 @@ class TieredCache:
         """Let go of up to `count` blocks of a tier in the order of eviction; how many went."""
         if tier == "disk":
             return 0 if self.disk is None else self.disk.evict(count)
-        gone = 0
-        while gone < count and (slot := self.host.next_victim()) is not None:
-            gone += len(self.host.remove(slot))
-        return gone
+        return self.host.evict(count, "operator")
 
-    # ------------------------------------------------------------------ check
+    # ------------------------------------------------------------------ look
+
+    def document_runs(self, selection: Selection) -> dict[str, Iterator[DocumentRun]]:
+        """Where the selected documents stand, by tier."""
+        runs = {"host": self.host.document_runs(selection)}
+        if self.disk is not None and self.disk.directory is not None:
+            runs["disk"] = self.disk.directory.document_runs(selection)
+        return runs
 
     def check_integrity(self) -> None:
         self.host.check_integrity()

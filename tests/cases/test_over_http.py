@@ -18,7 +18,8 @@ QUESTION = "What does the third paragraph of the second document say about block
 
 
 def body(content: str = QUESTION, **options: object) -> dict[str, object]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 8, **options}
+    messages = [{"role": "user", "content": content}]
+    return {"model": MODEL, "messages": messages, "max_tokens": 8, "temperature": 0, **options}
 
 
 def events(text: str) -> list[str]:
@@ -140,8 +141,8 @@ def test_readiness_is_a_real_decode_step(stack: Stack, monkeypatch: pytest.Monke
 def test_streams_and_whole_answers_have_the_same_usage_field_by_field(stack: Stack) -> None:
     """litellm#36168: streams lost cached tokens."""
     ask(stack)
-    whole = ask(stack, temperature=0).json()
-    streamed = ask(stack, temperature=0, stream=True, stream_options={"include_usage": True})
+    whole = ask(stack).json()
+    streamed = ask(stack, stream=True, stream_options={"include_usage": True})
     chunks = [json.loads(event) for event in events(streamed.text)[:-1]]
     assert chunks[-1]["usage"] == whole["usage"]
     text = "".join(c["delta"].get("content") or "" for chunk in chunks for c in chunk["choices"])
@@ -153,7 +154,7 @@ def test_parallel_samples_and_several_prompts_are_counted_once_by_usage_and_by_t
     stack: Stack, caching: bool
 ) -> None:
     """litellm#36168: usage four-fold. The sum of all usage is what the engine counted (I9), and computed."""
-    chat = ask(stack, n=4, seed=3, use_cache=caching).json()
+    chat = ask(stack, n=4, seed=3, temperature=1, use_cache=caching).json()
     prompts = ["a text of its own " * 9, "and another one " * 7]
     texts = stack.gateway.http.post(
         "/v1/completions",
@@ -174,8 +175,8 @@ def test_parallel_samples_and_several_prompts_are_counted_once_by_usage_and_by_t
 
 
 def test_a_sample_is_the_same_whatever_n_is(stack: Stack) -> None:
-    alone = ask(stack, seed=11).json()["choices"][0]
-    assert ask(stack, seed=11, n=3).json()["choices"][0] == alone
+    alone = ask(stack, seed=11, temperature=1).json()["choices"][0]
+    assert ask(stack, seed=11, temperature=1, n=3).json()["choices"][0] == alone
 
 
 def test_a_normal_finish_sends_no_abort(stack: Stack) -> None:
@@ -218,7 +219,7 @@ def _leave(stack: Stack, rng: random.Random) -> None:
 @pytest.mark.slow
 def test_a_thousand_disconnects_in_every_phase_leave_nothing_behind(stack: Stack) -> None:
     """LMCache#3688, sglang#36475, ATOM#1562: a disconnect crashed the engine, leaked blocks, corrupted the next."""
-    expected = ask(stack, temperature=0).json()["choices"][0]["message"]["content"]
+    expected = ask(stack).json()["choices"][0]["message"]["content"]
     rng = random.Random(17)
     for _ in range(1000):
         _leave(stack, rng)
@@ -229,4 +230,4 @@ def test_a_thousand_disconnects_in_every_phase_leave_nothing_behind(stack: Stack
     assert stats.num_integrity_failures == 0
     assert stack.engine.check_integrity()
     assert not stack.gateway.drain.num_active
-    assert ask(stack, temperature=0).json()["choices"][0]["message"]["content"] == expected
+    assert ask(stack).json()["choices"][0]["message"]["content"] == expected

@@ -79,7 +79,7 @@ def test_alerts_say_what_to_do_and_cover_what_can_go_wrong() -> None:
     groups = cast("list[Table]", table(yaml.safe_load(RULES.read_text("utf-8")))["groups"])
     alerts = [rule for group in groups for rule in cast("list[Table]", group["rules"]) if "alert" in rule]
     names = {str(rule["alert"]) for rule in alerts}
-    for part in ("HitRate", "EvictionStorm", "QuotaPressure", "EngineStuck", "StoreDown"):
+    for part in ("HitRate", "EvictionStorm", "QuotaPressure", "IndexLags", "EngineStuck", "StoreDown"):
         assert any(part in name for name in names), part
     for rule in alerts:
         assert set(table(rule["annotations"])) == {"summary", "description"}

@@ -40,13 +40,14 @@ class EchoRequest:
 @dataclass
 class EchoEngine:
     """`step_seconds` makes it slow, `failing` makes its steps fail, `held` makes it compute nothing, `prefilling` makes
-    it compute without a delta."""
+    it compute without a delta, `restoring` makes it wait for an earlier life's cache."""
 
     incarnation: str = "first"
     step_seconds: float = 0.0
     failing: bool = False
     held: bool = False
     prefilling: bool = False
+    restoring: bool = False
     requests: dict[str, EchoRequest] = field(default_factory=dict[str, EchoRequest])
     submitted: list[Submit] = field(default_factory=list[Submit])
     aborted: list[str] = field(default_factory=list[str])
@@ -104,6 +105,10 @@ class EchoEngine:
 
     def idle(self) -> bool:
         return False
+
+    @property
+    def is_restoring(self) -> bool:
+        return self.restoring
 
     def persist(self) -> None:
         self.num_persists += 1

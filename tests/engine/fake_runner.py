@@ -92,9 +92,9 @@ class FakeRunner:
         self.num_computed_tokens = 0
         self.outputs: list[SchedulerOutput] = []
         self.host: HostSlab | None = None
-        self.fetch_seconds = 1e-6  # what a fetch is said to take, a block
+        self.fetch_seconds = 1e-6  # what a copy is said to take, a block
         self._num_transfers = 0
-        self._fetched = 0
+        self._fetched = self._offloaded = 0
         self._queue: deque[Callable[[], None]] = deque()
         self._last_tokens: dict[str, int] = {}
         self._steps: deque[FakeStep] = deque()  # that were launched and are not done
@@ -162,6 +162,7 @@ class FakeRunner:
             assert self.host is not None
             self.unpack(bytes(self.host.slot(fetch.host_slot)), fetch.block_id)
         self._fetched += len(output.fetches)
+        self._offloaded += len(output.offloads)
 
     def _copy(self, output: SchedulerOutput) -> None:
         for copy in output.copies:
@@ -172,7 +173,13 @@ class FakeRunner:
         if self._queue:
             self.run_next()  # a device goes on by itself
         fetched, self._fetched = self._fetched, 0
-        return TransferReport(self._num_transfers, fetched * self.block_bytes, fetched * self.fetch_seconds)
+        offloaded, self._offloaded = self._offloaded, 0
+        return TransferReport(
+            self._num_transfers,
+            fetched * self.block_bytes,
+            fetched * self.fetch_seconds,
+            offloaded * self.fetch_seconds,
+        )
 
     def is_same_block(self, block_id: int, payload: memoryview) -> bool:
         while self._queue:

@@ -33,28 +33,21 @@ class EngineMachine(RuleBasedStateMachine):
         siblings=st.sampled_from([0, 0, 1, 2]),
     )
     def submit(
-        self,
-        head: int,
-        tail: list[int],
-        max_tokens: int,
-        scope: bytes,
-        public: int,
-        use_cache: bool,
-        siblings: int,
+        self, head: int, tail: list[int], max_tokens: int, scope: bytes, public: int, use_cache: bool, siblings: int
     ) -> None:
         prompt, leader = [*range(100, 100 + head), *tail], ""
         for sibling in range(1 + siblings):
-            seed, count = (sibling if siblings else None), max(max_tokens - sibling, 1)
+            seed = sibling if siblings else None
             name = self.harness.submit(
                 prompt,
-                count,
+                max_tokens - sibling % max_tokens,
                 scope,
                 public=min(public, len(prompt) - 1),
                 use_cache=use_cache or tail[0] > 0,
                 sibling_of=leader,
                 seed=seed,
             )
-            self.prompts[name] = (prompt, count, seed)
+            self.prompts[name] = (prompt, max_tokens - sibling % max_tokens, seed)
             leader = leader or name
 
     @rule(count=st.integers(1, 4))

@@ -283,6 +283,17 @@ async def test_busy_engine_answers_probes_without_work_of_their_own(running: Run
         await generator.aclose()
 
 
+async def test_probes_wait_until_an_earlier_lifes_cache_is_back(running: RunningServer, endpoint: str) -> None:
+    """Ready was said while the cache was still on its way: the first requests after a restart were slow."""
+    running.engine.restoring = True
+    async with connected_client(endpoint) as client:
+        asking = asyncio.create_task(client.probe(LIMIT))
+        assert await text_of(client, submit_of("r", "abc")) == "abc"
+        assert not asking.done()
+        running.engine.restoring = False
+        assert (await asking).ok
+
+
 async def test_long_prefill_answers_probes(running: RunningServer, endpoint: str) -> None:
     """Only a delta answered a probe: a healthy engine in a prefill of many steps was taken out of service."""
     running.engine.prefilling = True

@@ -94,7 +94,7 @@ class FakeEngine:
         self.metrics = b"# TYPE radixgate_engine_steps counter\nradixgate_engine_steps_total 7.0\n"
         self.erased: list[Erase] = []
         # Of each full block: whose it is, and the documents with tokens in it or before it.
-        self._blocks: dict[tuple[bytes, tuple[int, ...]], tuple[str, frozenset[str]]] = {}
+        self._blocks: dict[tuple[bytes, tuple[int, ...]], tuple[str, frozenset[tuple[str, str]]]] = {}
         self._info = EngineInfo(
             protocol_version=PROTOCOL_VERSION,
             incarnation="1",
@@ -168,8 +168,11 @@ class FakeEngine:
         gone = [
             block
             for block, (owner, documents) in self._blocks.items()
-            if request.owner in (None, owner)
-            and (request.document_ids is None or documents.intersection(request.document_ids))
+            if (request.document_ids is None and request.owner in (None, owner))
+            or any(
+                request.owner in (None, whose) and document_id in (request.document_ids or ())
+                for whose, document_id in documents
+            )
         ]
         for block in gone:
             del self._blocks[block]
@@ -180,7 +183,7 @@ class FakeEngine:
             raise EngineUnavailableError("no engine")
         counts = {
             document_id: sum(
-                scope in request.scopes and document_id in documents
+                scope in request.scopes and document_id in {name for _, name in documents}
                 for (scope, _), (_, documents) in self._blocks.items()
             )
             for document_id in request.document_ids
@@ -301,7 +304,8 @@ class FakeEngine:
         cached = self._num_cached(submit.segments)
         for end in range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE):
             block = (_scope_at(submit.segments, end), tuple(ids[:end]))
-            self._blocks[block] = (submit.tenant_id, _documents_before(submit.segments, end))
+            owner = _segment_at(submit.segments, end).owner or submit.tenant_id
+            self._blocks[block] = (owner, _documents_before(submit, end))
         tail = len(ids) % BLOCK_SIZE or 1
         return PromptAccount(device=cached, cold=max(len(ids) - cached - tail, 0), partial_block=tail)
 
@@ -316,18 +320,23 @@ def _drawn(char: str, num_logprobs: int | None) -> tuple[DrawnToken, ...]:
 
 def _scope_at(segments: tuple[Segment, ...], end: int) -> bytes:
     """The scope of the block that ends there: that of its last token."""
+    return _segment_at(segments, end).scope
+
+
+def _segment_at(segments: tuple[Segment, ...], end: int) -> Segment:
     for segment in segments:
         end -= len(segment)
         if end <= 0:
-            return segment.scope
+            return segment
     raise AssertionError("the block ends behind the prompt")
 
 
-def _documents_before(segments: tuple[Segment, ...], end: int) -> frozenset[str]:
-    found: set[str] = set()
+def _documents_before(submit: Submit, end: int) -> frozenset[tuple[str, str]]:
+    """(owner, id) of the documents that the block has seen."""
+    found: set[tuple[str, str]] = set()
     start = 0
-    for segment in segments:
+    for segment in submit.segments:
         if start < end and segment.document_id is not None:
-            found.add(segment.document_id)
+            found.add((segment.owner or submit.tenant_id, segment.document_id))
         start += len(segment)
     return frozenset(found)

@@ -73,7 +73,12 @@ def running(
     embedder = embedder or HashingEmbedder()
     # Tenants' keys are new with each gateway, their ids are not: nothing may be left of an earlier test.
     gateways = run_gateway_thread(
-        engine or FakeEngine(), settings, redis=connect_store(store_url), embedder=embedder, keys=keys
+        engine or FakeEngine(),
+        settings,
+        redis=connect_store(store_url),
+        embedder=embedder,
+        store_url=store_url,
+        keys=keys,
     )
     for gateway in gateways:
         yield RetrievalGateway(gateway, embedder)

@@ -8,6 +8,7 @@ import httpx
 from engine.protocol import ProbeResult
 from gateway.drain import Drain
 from gateway.health import Readiness, ReadinessProbe
+from gateway.served_model import ServedModels
 from tests.gateway.conftest import RunningGateway
 from tests.gateway.fake_engine import MODEL, FakeEngine
 
@@ -21,7 +22,7 @@ class Clock:
 
 
 def probe(engine: FakeEngine, clock: Clock | None = None, store_problem: str | None = None) -> ReadinessProbe:
-    return ReadinessProbe(engine, Drain(), lambda: store_problem, clock or Clock())
+    return ReadinessProbe(engine, Drain(), lambda: store_problem, ServedModels(engine).current, clock or Clock())
 
 
 async def test_concurrent_askers_share_one_decode_step() -> None:
@@ -62,6 +63,18 @@ async def test_a_result_is_good_for_a_second_and_no_longer() -> None:
     engine.probe_result = ProbeResult(probe_id="", ok=True)
     clock.now += 1.5
     assert (await readiness.check()).status == "ok"
+
+
+async def test_it_is_not_ready_before_the_prompt_builder_is() -> None:
+    """The first request after a start waited a second for it, behind a /readyz that said ok."""
+    built, clock = asyncio.Event(), Clock()
+    readiness = ReadinessProbe(FakeEngine(), Drain(), lambda: None, built.wait, clock)
+    asking = asyncio.create_task(readiness.check())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not asking.done()
+    built.set()
+    assert (await asking).status == "ok"
 
 
 async def test_an_engine_that_is_away_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import msgspec
 import openai
 import pytest
@@ -216,6 +217,46 @@ def test_a_document_as_a_unit_of_the_cache(retrieval: RetrievalGateway) -> None:
     assert call("POST", f"{file}/unpin")["pinned"] is False
     assert call("DELETE", document)["erased_blocks"] >= cached["blocks"]
     assert call("GET", file)["blocks"] == 0
+
+
+def cache_call(retrieval: RetrievalGateway, name: str, method: str, document: str) -> httpx.Response:
+    gateway = retrieval.gateway
+    return gateway.http.request(method, f"/v1/cache/documents/{document}", headers=gateway.headers(name))
+
+
+def ask_about(retrieval: RetrievalGateway, name: str) -> None:
+    """With a document of the client's own, which no collection holds."""
+    with retrieval.client(name) as client:
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "What does it say?"}],
+            extra_body={"documents": [{"id": "handbook", "text": "The handbook says nothing. " * 40}]},
+        )
+
+
+def test_a_document_of_a_cache_group_is_counted_and_erased_for_the_group(retrieval: RetrievalGateway) -> None:
+    """Its blocks belong to the group's account, so an erasure in the tenant's name found none of them."""
+    for name in ("carol", "alice"):
+        ask_about(retrieval, name)
+    blocks = cache_call(retrieval, "carol", "GET", "handbook").json()["blocks"]
+    assert blocks > 0
+    assert cache_call(retrieval, "dave", "GET", "handbook").json()["blocks"] == blocks
+    assert cache_call(retrieval, "carol", "DELETE", "handbook").json()["erased_blocks"] >= blocks
+    assert cache_call(retrieval, "carol", "GET", "handbook").status_code == 404
+    assert cache_call(retrieval, "alice", "GET", "handbook").json()["blocks"] > 0
+
+
+def test_what_is_public_is_counted_and_erased_for_the_operator_alone(retrieval: RetrievalGateway) -> None:
+    root = retrieval.gateway.headers("root")
+    text = {"documents": [{"id": "handbook", "text": "The handbook says nothing. " * 40}]}
+    published = retrieval.gateway.http.put("/admin/v1/collections/c", json=text, headers=root)
+    assert published.status_code == 200, published.text
+    ask_about(retrieval, "alice")
+    assert retrieval.engine.submitted[-1].segments[0].owner == "public"
+    assert cache_call(retrieval, "root", "GET", "handbook").json()["blocks"] > 0
+    assert cache_call(retrieval, "alice", "DELETE", "handbook").json()["erased_blocks"] == 0
+    assert cache_call(retrieval, "root", "DELETE", "handbook").json()["erased_blocks"] > 0
+    assert cache_call(retrieval, "root", "GET", "handbook").status_code == 404
 
 
 def test_a_first_question_finds_its_document_warm(store_url: str) -> None:

@@ -71,7 +71,7 @@ class Life:
             for message in self.engine.step():
                 assert not isinstance(message, Failure), message
                 texts[message.request_id] += message.text
-                self.hits += message.account.disk if message.account is not None else 0
+                self.hits += message.account.disk + message.account.host if message.account is not None else 0
         return [texts[name] for name in names]
 
 

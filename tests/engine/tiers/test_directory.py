@@ -256,7 +256,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        slot = self.directory.take()
+        slot = self.directory.take("t")
         self._forget_evicted()
         if slot is not None:
             self.private.append(slot)

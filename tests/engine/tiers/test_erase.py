@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.protocol import Erase
+from engine.protocol import Erase, GetDocumentStats, SamplingParams, Segment, SegmentKind, Submit, pack_tokens
 from tests.engine.fake_runner import expected_output
-from tests.engine.harness import SCOPE_A, SCOPE_B, VOCAB
+from tests.engine.harness import PUBLIC, SCOPE_A, SCOPE_B, VOCAB
 from tests.engine.tiers.store_process import StoreProcess
 from tests.engine.tiers.test_restart import big
 from tests.engine.tiers.test_store_faults import persist
@@ -58,6 +58,56 @@ def test_another_tenants_document_of_the_same_id_stays(tmp_path: Path, store: St
         assert ask(engine, HANDBOOK, "handbook", "acme", SCOPE_A) == len(SYSTEM)
         erase(engine, document_ids=("handbook",))
         assert ask(engine, HANDBOOK, "handbook", "borealis", SCOPE_B) == len(SYSTEM)
+
+
+def blocks_of(engine: TieredEngine, *scopes: bytes) -> dict[str, int]:
+    query = GetDocumentStats(query_id="q", scopes=scopes, document_ids=("handbook",))
+    for use in engine.harness.engine.document_stats(query).documents:
+        assert use.num_blocks == sum(use.num_by_tier.values())
+        assert use.num_bytes == use.num_blocks * engine.harness.engine.info().block_bytes
+        return use.num_by_tier
+    return {}
+
+
+def test_a_document_is_counted_in_every_tier_and_only_in_the_scopes_asked_for(
+    tmp_path: Path, store: StoreProcess
+) -> None:
+    """It was counted on the device alone: a document that lay on disk seemed to be gone before it was erased."""
+    with TieredEngine(tmp_path, store.url, big()).loaded() as engine:
+        ask(engine, HANDBOOK, "handbook", "acme", SCOPE_A)
+        ask(engine, HANDBOOK, "handbook", "borealis", SCOPE_B)
+        ask(engine, [*HANDBOOK, *OTHER], "handbook", "acme", SCOPE_A)
+        persist(engine)
+        before = blocks_of(engine, SCOPE_A)
+        assert before == {"device": 10, "disk": 10}
+        assert blocks_of(engine, SCOPE_B) == {"device": 5, "disk": 5}
+        assert blocks_of(engine, SCOPE_A, SCOPE_B) == {"device": 15, "disk": 15}
+        assert blocks_of(engine, PUBLIC) == {}
+        engine.harness.manager.evict(64)
+        engine.settle()
+        assert blocks_of(engine, SCOPE_A) == {"host": 10, "disk": 10}
+        assert erase(engine, owner="acme", document_ids=("handbook",)) == {"device": 0, "host": 10, "disk": 10}
+        assert blocks_of(engine, SCOPE_A) == {}
+        assert blocks_of(engine, SCOPE_B) == {"host": 5, "disk": 5}
+
+
+def test_a_documents_blocks_end_where_the_next_one_starts_in_every_tier(tmp_path: Path, store: StoreProcess) -> None:
+    with TieredEngine(tmp_path, store.url, big()).loaded() as engine:
+        segments = [
+            Segment(SegmentKind.DOCUMENT, pack_tokens(tokens), SCOPE_A, name)
+            for name, tokens in (("handbook", HANDBOOK), ("other", OTHER))
+        ]
+        engine.harness.engine.add_request(
+            Submit(
+                request_id="r",
+                tenant_id="acme",
+                segments=tuple(segments),
+                sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            )
+        )
+        engine.harness.run()
+        persist(engine)
+        assert blocks_of(engine, SCOPE_A) == {"device": 5, "disk": 5}
 
 
 def test_a_tenant_goes_and_the_public_part_stays(tmp_path: Path, store: StoreProcess) -> None:
@@ -132,7 +182,7 @@ def test_an_erasure_while_the_store_is_away_is_done_when_it_is_back(tmp_path: Pa
     first.die()
     own_store.start()
     second = TieredEngine(tmp_path, own_store.url, big("two")).loaded()
-    assert ask(second, OTHER, "other") == 28
+    assert ask(second, OTHER, "other") == 31
     assert ask(second, HANDBOOK, "handbook") == len(SYSTEM)
     second.settle()
     second.harness.engine.idle()

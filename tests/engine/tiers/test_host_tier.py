@@ -26,7 +26,7 @@ def test_an_evicted_prompt_comes_back_from_host_memory_and_says_so() -> None:
     name = harness.submit(list(range(20)), 2)
     harness.run()
     account = harness.accounts[name]
-    assert account.host == 16
+    assert account.host == 19
     assert account.evicted == 0
     assert account.num_prompt_tokens == 20
     assert harness.runner.num_computed_tokens - before == 20 - account.num_cached_tokens + 1
@@ -46,6 +46,54 @@ def test_a_prefix_that_is_partly_on_the_device_goes_on_in_host_memory() -> None:
     assert account.host > 0
     assert account.num_cached_tokens == 24
     assert harness.tokens_of(name) == expect([*prompt, 50, 51], 3)
+
+
+def test_a_prompt_that_parts_inside_a_block_below_shares_its_first_tokens() -> None:
+    """LMCache#4667: a block's worth of reuse was lost at every seam that does not fall between two blocks."""
+    harness = small()
+    prompt = list(range(20))
+    harness.generate(prompt, 1)
+    harness.generate(list(range(100, 130)), 1)
+    other = [*prompt[:14], 70, 71, 72, 73]  # parts from it in the fourth block, after two tokens
+    name = harness.submit(other, 3)
+    harness.run()
+    account = harness.accounts[name]
+    assert (account.device, account.host, account.num_prompt_tokens) == (0, 14, 18)
+    assert harness.tokens_of(name) == expect(other, 3)
+    harness.check()
+    again = harness.submit(prompt, 3)  # what the other block holds has not been harmed
+    harness.run()
+    assert harness.tokens_of(again) == expect(prompt, 3)
+    harness.check()
+
+
+def test_the_last_tokens_of_a_prompt_are_shared_below_too_but_never_all_of_it() -> None:
+    harness = small()
+    prompt = list(range(20))
+    harness.generate(prompt, 1)
+    harness.generate(list(range(100, 130)), 1)
+    for length in (18, 19, 20):
+        name = harness.submit(prompt[:length], 2)
+        harness.run()
+        assert harness.accounts[name].num_cached_tokens == length - 1
+        assert harness.tokens_of(name) == expect(prompt[:length], 2)
+        harness.generate(list(range(100, 130)), 1)
+    harness.check()
+
+
+def test_i5_what_is_shared_inside_a_block_below_is_of_the_own_scope_only() -> None:
+    harness = small()
+    prompt = list(range(20))
+    harness.generate(prompt, 1, SCOPE_A, public=8)
+    harness.generate(list(range(100, 130)), 1, SCOPE_A)
+    other = [*prompt[:10], 70, 71, 72, 73]
+    cached: list[int] = []
+    for scope in (SCOPE_B, SCOPE_A):
+        name = harness.submit(other, 2, scope, public=8)
+        harness.run()
+        cached.append(harness.accounts[name].num_cached_tokens)
+        assert harness.tokens_of(name) == expect(other, 2)
+    assert cached == [8, 10]
 
 
 def test_i5_host_memory_of_one_tenant_is_not_read_by_another() -> None:
@@ -155,7 +203,7 @@ def test_fetching_that_is_slower_than_computing_is_not_done() -> None:
     assert harness.accounts[name].host == 0
     assert harness.accounts[name].num_prompt_tokens == 20
     assert harness.tokens_of(name) == expect(prompt, 2)
-    assert gate.num_refused > 0
+    assert gate.num_refused["host"] > 0
 
 
 def test_what_a_queued_request_needs_is_not_evicted_for_others() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 import pytest
 
+from engine.tiers.disk_slab import PAGE
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import SCOPE_A, SCOPE_B, VOCAB
 from tests.engine.tiers.store_process import StoreProcess
@@ -64,6 +66,24 @@ def test_what_was_asked_only_once_is_written_when_the_engine_rests(tmp_path: Pat
         assert ask(second, PROMPT) == 40
 
 
+def test_a_disk_smaller_than_the_device_keeps_what_was_used_last_and_comes_to_rest(
+    tmp_path: Path, store: StoreProcess
+) -> None:
+    """A resting engine wrote for ever: each path that was put on disk pushed another one out."""
+    options = TieredOptions(num_blocks=64, host_slots=16, disk_slots=16)
+    with TieredEngine(tmp_path, store.url, options).loaded() as engine:
+        prompts = [[n, *range(100, 130)] for n in range(5)]
+        for prompt in [*prompts, prompts[0]]:
+            ask(engine, prompt)
+        engine.harness.engine.persist()
+        engine.settle()
+        assert engine.disk.counters.bytes_written <= 5 * 8 * engine.slab.block_bytes
+    options.incarnation = "two"
+    with TieredEngine(tmp_path, store.url, options).loaded() as engine:
+        assert ask(engine, prompts[0]) == 30
+        assert ask(engine, prompts[1]) == 0
+
+
 def test_a_clean_stop_writes_everything(tmp_path: Path, store: StoreProcess) -> None:
     first = TieredEngine(tmp_path, store.url, big()).loaded()
     ask(first, PROMPT)
@@ -79,6 +99,24 @@ def test_a_pinned_document_is_on_disk_as_soon_as_it_was_computed(tmp_path: Path,
     first.settle()
     first.die()
     with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        assert ask(second, PROMPT) == 40
+
+
+def test_a_prompt_that_parts_inside_a_block_on_disk_shares_its_first_tokens(
+    tmp_path: Path, store: StoreProcess
+) -> None:
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.harness.engine.close()
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        other = [*PROMPT[:18], 70, 71, 72, 73]
+        name = second.harness.submit(other, 3)
+        second.harness.run()
+        account = second.harness.accounts[name]
+        assert (account.device, account.host, account.disk) == (0, 0, 18)
+        assert account.num_prompt_tokens == len(other)
+        assert second.harness.tokens_of(name) == expect(other, 3)
+        second.harness.check()
         assert ask(second, PROMPT) == 40
 
 
@@ -98,8 +136,9 @@ def test_what_was_used_last_is_in_host_memory_before_it_is_asked_for(tmp_path: P
     first.harness.engine.close()
     options = big("two")
     options.preload = True
-    with TieredEngine(tmp_path, store.url, options).loaded() as second:
-        second.settle()
+    with TieredEngine(tmp_path, store.url, options) as second:
+        assert second.harness.engine.is_restoring
+        second.wait_until(lambda: not second.harness.engine.is_restoring)
         name = second.harness.submit(PROMPT, 3)
         second.harness.run()
         assert (second.harness.accounts[name].host, second.harness.accounts[name].disk) == (40, 0)
@@ -170,6 +209,27 @@ def test_damaged_records_are_dropped_with_all_that_hangs_below_them(tmp_path: Pa
         assert ask(second, PROMPT) == 20
         assert second.disk.counters.num_rejected == 5
         second.settle()
+
+
+def test_a_restored_block_that_cannot_be_used_is_an_error_and_a_miss(tmp_path: Path, store: StoreProcess) -> None:
+    """llama.cpp#26676: "restored", and then everything was computed again, without a word."""
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    ask(first, PROMPT)
+    first.harness.engine.close()
+    with open(first.slab.path, "r+b") as file:
+        file.seek(PAGE + 3 * PAGE + 5)  # small blocks take a page each
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        assert second.disk.counters.num_restored == 10
+        assert ask(second, PROMPT) == 12
+        assert (second.disk.counters.num_read_errors, second.disk.counters.num_damaged) == (1, 1)
+        second.harness.engine.persist()
+        second.settle()
+    with TieredEngine(tmp_path, store.url, big("three")).loaded() as third:
+        assert ask(third, PROMPT) == 40
+        assert third.disk.counters.num_read_errors == 0
 
 
 def test_another_fingerprint_on_the_same_store_finds_nothing(tmp_path: Path, store: StoreProcess) -> None:

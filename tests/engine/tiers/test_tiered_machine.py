@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,9 @@ class TieredMachine(RuleBasedStateMachine):
         self.directory = tempfile.TemporaryDirectory()
         self.lives = 0
         self.prompts: dict[str, tuple[list[int], int, bytes]] = {}
+        self.entries: dict[str, tuple[list[int], bytes, int]] = {}  # of this life, in `asked`
+        self.publics: dict[str, int] = {}  # tokens of each that everybody may read
+        self.asked: list[tuple[list[int], bytes, int]] = []  # of all lives: tokens with their output, scope, public
         self.erased: set[bytes] = set()  # scopes that have been erased and not asked since
         self.live()
 
@@ -79,6 +83,11 @@ class TieredMachine(RuleBasedStateMachine):
             tenant=scope.decode(),
         )
         self.prompts[name] = (prompt, max_tokens, scope)
+        self.publics[name] = min(public, len(prompt) - 1)
+        if use_cache or tail[0] > 0:
+            text = expected_output(prompt, max_tokens, VOCAB - 1)
+            self.entries[name] = ([*prompt, *text], scope, self.publics[name])
+            self.asked.append(self.entries[name])
         self.erased.discard(scope)
 
     @rule(count=st.integers(1, 4))
@@ -144,6 +153,7 @@ class TieredMachine(RuleBasedStateMachine):
         self._check_texts()
         self.engine.die()
         self.prompts.clear()
+        self.entries.clear()
         self.live()
 
     @invariant()
@@ -169,8 +179,21 @@ class TieredMachine(RuleBasedStateMachine):
             account = self.harness.accounts[name]
             assert account.num_prompt_tokens == len(prompt)
             assert account.num_cached_tokens < len(prompt)
+            assert account.num_cached_tokens <= self._most_readable(name), "I5"
         assert self.harness.manager.counts().active == 0
         self.harness.check()
+
+    def _most_readable(self, name: str) -> int:
+        """Tokens that a request can have found at most: what it shares with another of its scope, in whatever life and
+        tier, or what is public in both."""
+        prompt, _, scope = self.prompts[name]
+        most = 0
+        for tokens, other_scope, public in (entry for entry in self.asked if entry is not self.entries.get(name)):
+            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, tokens, strict=False)))
+            if other_scope != scope or public != self.publics[name]:
+                common = min(common, public, self.publics[name])
+            most = max(most, common)
+        return most
 
     def teardown(self) -> None:
         self._check_texts()
