@@ -2,12 +2,15 @@
 
     hit ratio      topic-clustered Zipf retrieval over the real engine's bookkeeping, a device that does nothing, and a
                    cache of half the unique tokens: documents in relevance order, in the engine's cache order, and in
-                   the order that an exhaustive search over all orders finds (each order in an engine of its own)
-    order          the engine's ordering of four and ten documents in a tree of 100,000 nodes           ms a request
+                   the order that an exhaustive search over all orders finds (each order in an engine of its own);
+                   the same with the gdsf eviction (`_gdsf`), and for bench.workload's questions (`_flat`)
+    order          the engine's ordering of four and ten documents in a tree of 100,000 nodes, for sets of which
+                   half were asked for before                                                           ms a request
     permuted       a real server: the same four documents in another order, against cold             TTFT, cached
                    and, in the order that is given, how far greedy answers to both orders agree      words
     ahead          a real server: the first question after an upload, prefilled ahead                cached
-    ingest         the embedder through ingestion against its own batch speed                        texts/s
+    ingest         the same server: files attached until they are searchable, against the
+                   embedding model alone over the same passages                                      texts/s
     search         100,000 random passages: a search beside the embedding of its query               ms, p50
 
 The parts with a server need a minute and a quiet machine; `--parts order,hits` leaves them out.
@@ -34,10 +37,11 @@ from bench.chat_client import Target, ask, client_session, first_model
 from bench.idle_device import IdleDevice
 from bench.index import BLOCK_SIZE, Cache
 from bench.server import running_server
-from bench.workload import Workload
+from bench.workload import DOCUMENTS_PER_TENANT, RETRIEVED, ZIPF_EXPONENT, Document, Workload
 from engine.block_pool import BlockPool
 from engine.document_order import DocumentPopularity, order_documents
 from engine.engine import LLMEngine
+from engine.eviction import Policy
 from engine.prefix_index import PrefixIndex
 from engine.protocol import PROTOCOL_VERSION, Delta, EngineInfo, SamplingParams, Segment, SegmentKind, Submit
 from engine.scoped_tokens import ScopedTokens
@@ -50,6 +54,8 @@ VOCABULARY = 49152
 TENANTS, TOPICS, DOCUMENTS_OF_TOPIC = 4, 5, 12
 SYSTEM_TOKENS, DOCUMENT_TOKENS, QUESTION_TOKENS = 300, 350, 30
 ANSWER_TOKENS = 32
+EXHAUSTIVE_UP_TO = 4  # documents
+INGESTED_FILES = 8
 Figures = dict[str, float]
 
 
@@ -68,15 +74,16 @@ class Corpus:
 
     k: int
     seed: int = 11
+    num_documents: int = TOPICS * DOCUMENTS_OF_TOPIC  # of a tenant
     systems: list[list[int]] = field(default_factory=list[list[int]])
     documents: list[list[list[int]]] = field(default_factory=list[list[list[int]]])
 
     def __post_init__(self) -> None:
         rng = random.Random(self.seed)
         self.systems = [rng.choices(range(VOCABULARY), k=SYSTEM_TOKENS) for _ in range(TENANTS)]
-        count = TOPICS * DOCUMENTS_OF_TOPIC
         self.documents = [
-            [rng.choices(range(VOCABULARY), k=DOCUMENT_TOKENS) for _ in range(count)] for _ in range(TENANTS)
+            [rng.choices(range(VOCABULARY), k=DOCUMENT_TOKENS) for _ in range(self.num_documents)]
+            for _ in range(TENANTS)
         ]
 
     @property
@@ -104,11 +111,29 @@ class Corpus:
         return (system, *documents, Segment.of(SegmentKind.QUESTION, asked, scope))
 
 
+@dataclass
+class FlatCorpus(Corpus):
+    """Without topics, as in bench.workload: every question retrieves by one Zipf law over the tenant's documents."""
+
+    num_documents: int = DOCUMENTS_PER_TENANT
+
+    def questions(self, count: int) -> Iterator[Question]:
+        rng = random.Random(self.seed + 1)
+        for _ in range(count):
+            weights = [1 / (rank + 1) ** ZIPF_EXPONENT for rank in range(self.num_documents)]
+            retrieved: list[int] = []
+            for _ in range(self.k):
+                [number] = rng.choices(range(self.num_documents), weights)
+                retrieved.append(number)
+                weights[number] = 0.0
+            yield Question(rng.randrange(TENANTS), tuple(retrieved))
+
+
 def _zipf(rng: random.Random, count: int) -> int:
     return rng.choices(range(count), weights=[1 / (rank + 1) for rank in range(count)])[0]
 
 
-def idle_engine(num_blocks: int) -> LLMEngine:
+def idle_engine(num_blocks: int, eviction: Policy) -> LLMEngine:
     """The real bookkeeping over a device that does nothing."""
     info = EngineInfo(
         protocol_version=PROTOCOL_VERSION,
@@ -128,11 +153,13 @@ def idle_engine(num_blocks: int) -> LLMEngine:
         chat_template="",
         special_tokens={},
     )
-    return LLMEngine(info, EngineSettings(), IdleDevice())
+    return LLMEngine(info, EngineSettings(eviction_policy=eviction), IdleDevice())
 
 
-def hit_ratio(corpus: Corpus, num_questions: int, arrange: Callable[[LLMEngine, Question], Submit]) -> float:
-    engine = idle_engine(corpus.num_tokens // 2 // BLOCK_SIZE)
+def hit_ratio(
+    corpus: Corpus, num_questions: int, eviction: Policy, arrange: Callable[[LLMEngine, Question], Submit]
+) -> float:
+    engine = idle_engine(corpus.num_tokens // 2 // BLOCK_SIZE, eviction)
     cached = total = 0
     for question in corpus.questions(num_questions):
         engine.add_request(arrange(engine, question))
@@ -145,8 +172,8 @@ def hit_ratio(corpus: Corpus, num_questions: int, arrange: Callable[[LLMEngine, 
     return cached / total
 
 
-def measure_hits(k: int, num_questions: int, exhaustive: bool) -> Figures:
-    corpus = Corpus(k)
+def measure_hits(corpus: Corpus, num_questions: int, name: str, eviction: Policy = "lru") -> Figures:
+    """Of all orders; the exhaustive one only for four documents: all orders of ten are 3.6 million."""
     rng = random.Random(3)
     numbers = itertools.count()
 
@@ -169,17 +196,19 @@ def measure_hits(k: int, num_questions: int, exhaustive: bool) -> Figures:
         # Sorted first, so that of equally good orders the same one is taken by every question.
         return submit(question, max(itertools.permutations(sorted(question.documents)), key=cached))
 
-    relevance = hit_ratio(corpus, num_questions, lambda _, question: submit(question, question.documents))
-    canonical = hit_ratio(corpus, num_questions, lambda _, question: submit(question, sorted(question.documents)))
-    chosen = hit_ratio(corpus, num_questions, lambda _, question: submit(question, question.documents, "cache"))
-    figures = {
-        f"hit_ratio_relevance_k{k}": relevance,
-        f"hit_ratio_canonical_k{k}": canonical,
-        f"hit_ratio_cache_k{k}": chosen,
+    orders: dict[str, Callable[[LLMEngine, Question], Submit]] = {
+        "relevance": lambda _, question: submit(question, question.documents),
+        "canonical": lambda _, question: submit(question, sorted(question.documents)),
+        "cache": lambda _, question: submit(question, question.documents, "cache"),
     }
-    if exhaustive:
-        figures[f"hit_ratio_oracle_k{k}"] = hit_ratio(corpus, num_questions, best)
-    return figures
+    if corpus.k <= EXHAUSTIVE_UP_TO:
+        orders["oracle"] = best
+    figures = {
+        f"hit_ratio_{order}_{name}": hit_ratio(corpus, num_questions, eviction, arrange)
+        for order, arrange in orders.items()
+    }
+    ratio = figures[f"hit_ratio_cache_{name}"] / figures[f"hit_ratio_relevance_{name}"]
+    return figures | {f"cache_over_relevance_{name}": ratio}
 
 
 # ---------------------------------------------------------------- order
@@ -196,17 +225,17 @@ def measure_order(num_nodes: int, k: int) -> float:
         cache.free(
             *cache.insert(ScopedTokens.of([number, *rng.choices(range(VOCABULARY), k=31)], scope, BLOCK_SIZE), 2)
         )
-    questions = list(corpus.questions(600))
-    for question in questions:
+    questions = list(corpus.questions(1200))
+    for question in questions[:600]:
         spans = [(s.tokens, s.scope, "t") for s in corpus.segments(question, sorted(question.documents), [])]
         sequence = ScopedTokens(BLOCK_SIZE, spans)
         cache.free(*cache.insert(sequence, len(sequence) // BLOCK_SIZE))
     popularity = DocumentPopularity()
     times: list[float] = []
-    for question in questions:
+    for question in questions[600:]:
         segments = corpus.segments(question, question.documents, rng.choices(range(VOCABULARY), k=QUESTION_TOKENS))
         started = time.perf_counter()
-        order_documents(segments, index, popularity, "t")
+        order_documents(segments, index, popularity)
         times.append(time.perf_counter() - started)
     return statistics.median(times) * 1e3
 
@@ -281,20 +310,58 @@ def measure_ahead(base_url: str, api_key: str, salt: str) -> Figures:
 # ---------------------------------------------------------------- ingest and search
 
 
-def measure_embedding(num_texts: int) -> Figures:
-    """The model alone in batches of its own choice, and in the micro-batches that ingestion makes."""
-    model = SentenceTransformerModel("", "", threads=0)
-    texts = [document.text[:900] for document in Workload(salt="").tenants[0].documents]
-    texts = [f"{i} {texts[i % len(texts)]}" for i in range(num_texts)]
-    model.embed(texts[:16])
-    speeds: dict[int, list[float]] = {64: [], 16: []}
-    for batch_size in (64, 16) * 3:
+@dataclass(frozen=True)
+class Ingestion:
+    passages: list[str]  # as they were embedded
+    seconds: float  # from attaching the files to the last passage being searchable
+
+
+def measure_ingestion(base_url: str, api_key: str, salt: str) -> Ingestion:
+    """Real text, eight files, through parsing, splitting, embedding, tokenizing, Redis and the index."""
+    documents = [document for tenant in Workload(salt=salt).tenants for document in tenant.documents]
+    files = {f"{salt}-{i}.txt": documents[i::INGESTED_FILES] for i in range(INGESTED_FILES)}
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        store = client.vector_stores.create(name=f"ingest {salt}")
+        ids = {
+            client.files.create(file=(name, _as_file(salt, part)), purpose="assistants").id: name
+            for name, part in files.items()
+        }
         started = time.perf_counter()
-        for start in range(0, num_texts, batch_size):
-            model.embed(texts[start : start + batch_size])
-        speeds[batch_size].append(num_texts / (time.perf_counter() - started))
-    own, ours = statistics.median(speeds[64]), statistics.median(speeds[16])
-    return {"embed_texts_per_s": own, "ingest_over_embed": ours / own}
+        batch = client.vector_stores.file_batches.create(store.id, file_ids=list(ids))
+        while batch.file_counts.in_progress:
+            time.sleep(0.02)
+            batch = client.vector_stores.file_batches.retrieve(batch.id, vector_store_id=store.id)
+        seconds = time.perf_counter() - started
+        assert batch.file_counts.completed == len(files), batch.file_counts
+        passages = [
+            f"{name}\n{part.text}"
+            for file_id, name in ids.items()
+            for part in client.vector_stores.files.content(file_id, vector_store_id=store.id)
+        ]
+        for file_id in ids:
+            client.files.delete(file_id)
+        client.vector_stores.delete(store.id)
+    return Ingestion(passages, seconds)
+
+
+def _as_file(salt: str, documents: Sequence[Document]) -> bytes:
+    """New to the server with each salt: what it has embedded before, it does not embed again."""
+    return "\n\n".join(f"{document.title} ({salt})\n{document.text}" for document in documents).encode()
+
+
+def measure_embedding(ingestion: Ingestion) -> Figures:
+    """The model alone over the same passages, in batches of its own choice, nothing beside it."""
+    model = SentenceTransformerModel("", "", threads=0)
+    model.embed(ingestion.passages[:16])
+    started = time.perf_counter()
+    for start in range(0, len(ingestion.passages), 64):
+        model.embed(ingestion.passages[start : start + 64])
+    speed = len(ingestion.passages) / (time.perf_counter() - started)
+    return {
+        "embed_texts_per_s": speed,
+        "ingest_texts_per_s": len(ingestion.passages) / ingestion.seconds,
+        "ingest_over_embed": len(ingestion.passages) / ingestion.seconds / speed,
+    }
 
 
 def measure_search(num_passages: int) -> Figures:
@@ -350,7 +417,7 @@ def _member(number: int) -> CollectionFile:
 
 # ---------------------------------------------------------------- all of it
 
-PARTS = ("hits", "order", "server", "embed", "search")
+PARTS = ("hits", "order", "server", "search")
 _EMPTY_TOKENIZER = (
     b'{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,"pre_tokenizer":null,'
     b'"post_processor":null,"decoder":null,"model":{"type":"BPE","dropout":null,"unk_token":null,'
@@ -365,15 +432,17 @@ def _progress(line: str) -> None:
 
 def _hits(num_questions: int) -> Figures:
     figures: Figures = {}
-    for k, exhaustive in ((4, True), (10, False)):
-        figures |= measure_hits(k, num_questions, exhaustive)
+    for k in (4, 10):
+        figures |= measure_hits(Corpus(k), num_questions, f"k{k}")
+        figures |= measure_hits(Corpus(k), num_questions, f"k{k}_gdsf", "gdsf")
+    figures |= measure_hits(FlatCorpus(RETRIEVED), num_questions, "flat")
+    figures |= measure_hits(FlatCorpus(RETRIEVED), num_questions, "flat_gdsf", "gdsf")
     # Over both: each k asks as often, and a prompt of ten documents weighs what it is long.
     weights = {k: SYSTEM_TOKENS + k * DOCUMENT_TOKENS + QUESTION_TOKENS for k in (4, 10)}
     for order in ("relevance", "canonical", "cache"):
         tokens = sum(figures[f"hit_ratio_{order}_k{k}"] * weight for k, weight in weights.items())
         figures[f"hit_ratio_{order}"] = tokens / sum(weights.values())
     figures["cache_over_relevance"] = figures["hit_ratio_cache"] / figures["hit_ratio_relevance"]
-    # All orders of ten documents are 3.6 million.
     figures["fraction_of_oracle"] = figures["hit_ratio_cache_k4"] / figures["hit_ratio_oracle_k4"]
     return figures
 
@@ -381,8 +450,11 @@ def _hits(num_questions: int) -> Figures:
 def _server(args: argparse.Namespace) -> Figures:
     salt = f"{time.time():.0f}"
     with running_server(args.data_dir) as server:
+        # Before any question: afterwards the engine prefills what was ingested, on the same cores.
+        ingestion = measure_ingestion(server.base_url, server.api_key, salt)
         figures = asyncio.run(measure_permuted(server.base_url, server.api_key, args.sessions, salt))
-        return figures | measure_ahead(server.base_url, server.api_key, salt)
+        figures |= measure_ahead(server.base_url, server.api_key, salt)
+    return figures | measure_embedding(ingestion)
 
 
 def main() -> None:
@@ -392,7 +464,6 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=2000)
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--passages", type=int, default=100_000)
-    parser.add_argument("--texts", type=int, default=128)
     args = parser.parse_args()
     work: dict[str, Callable[[], Figures]] = {
         "hits": lambda: _hits(args.questions),
@@ -401,7 +472,6 @@ def main() -> None:
             "order_ms_k10": measure_order(100_000, 10),
         },
         "server": lambda: _server(args),
-        "embed": lambda: measure_embedding(args.texts),
         "search": lambda: measure_search(args.passages),
     }
     figures: Figures = {}

@@ -12,22 +12,24 @@ Documents that many requests ask for come to stand at the front in one order, an
 often the order is chosen, the better it is to choose it again. Another order is another prompt: its answer may
 differ, which is why a client has to ask for this (or leave the retrieval to the server).
 
-The search is depth first over documents that are cached whole, and takes at most `MAX_TRIES` looks at the tree;
-with k documents a single path takes k(k+1)/2. What is looked at is only the path itself, so the size of the tree
-does not matter.
+The search is depth first, the most popular document first, over documents that are cached whole. A branch that could
+not beat the best path even if all of its documents were cached is not entered, so a path that has them all ends the
+search; and it takes at most `MAX_LOOKS` looks at the tree. A look touches only the way on from one place: the size of
+the tree does not matter. Where the device's path ends, keys alone say how the tiers below go on, so that after a
+restart documents stand as they stood before.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from engine.prefix_index import PrefixIndex, PrefixMatch
+from engine.prefix_index import Place, PrefixIndex
 from engine.protocol import Segment, SegmentKind
-from engine.scoped_tokens import ScopedTokens
 
-MAX_TRIES = 128
+MAX_LOOKS = 64
 
 _MAX_POPULAR = 65536
 
@@ -62,67 +64,122 @@ def order_documents(
     segments: Sequence[Segment],
     index: PrefixIndex,
     popularity: DocumentPopularity,
-    tenant_id: str,
     pin_top: int = 0,
+    is_below: Callable[[bytes], bool] | None = None,
 ) -> OrderedDocuments:
     """Put the documents into the order that finds most in the cache. Changes nothing.
 
     The first `pin_top` documents of the given order stay last, the best next to the question. Documents whose
-    scopes differ are left in the given order: scopes may only narrow along a prompt.
+    scopes differ are left in the given order: scopes may only narrow along a prompt. `is_below` says whether a tier
+    below the device may have the block of a key.
     """
     places = [i for i, segment in enumerate(segments) if segment.kind is SegmentKind.DOCUMENT]
     documents = [segments[i] for i in places]
     contiguous = bool(places) and places == list(range(places[0], places[-1] + 1))
     if not contiguous or len({(document.scope, document.owner) for document in documents}) > 1:
         return OrderedDocuments(tuple(segments), tuple(range(len(documents))))
-    pinned = list(range(min(pin_top, len(documents))))
-    free = list(range(len(pinned), len(documents)))
+    pinned = range(min(pin_top, len(documents)))
+    canonical = sorted(range(len(pinned), len(documents)), key=lambda i: _rank(documents[i], i, popularity))
     head = segments[: places[0]]
-    chosen = _Search(index, documents, tenant_id, popularity).best(head, free)
-    order = (*chosen, *reversed(pinned))
+    chosen = _Search(index, is_below, head, documents).longest(canonical)
+    order = (*chosen, *(i for i in canonical if i not in chosen), *reversed(pinned))
     arranged = (*head, *(documents[i] for i in order), *segments[places[-1] + 1 :])
     return OrderedDocuments(arranged, order)
 
 
+def _rank(document: Segment, given: int, popularity: DocumentPopularity) -> tuple[int, str, int]:
+    return (-popularity.of(document), document.document_id or "", given)
+
+
+class _PlaceBelow(NamedTuple):
+    """A `Place` where a lower tier's path goes on after the device's has ended."""
+
+    key: bytes  # of the last whole block
+    rest: bytes
+
+
 class _Search:
+    """The longest cached path through a set of documents behind one head."""
+
     def __init__(
-        self, index: PrefixIndex, documents: Sequence[Segment], tenant_id: str, popularity: DocumentPopularity
+        self,
+        index: PrefixIndex,
+        is_below: Callable[[bytes], bool] | None,
+        head: Sequence[Segment],
+        documents: Sequence[Segment],
     ) -> None:
         self._index = index
+        self._is_below = is_below
+        self._head = head
         self._documents = documents
-        self._tenant_id = tenant_id
-        self._popularity = popularity
-        self._tries = 0
-        self._best: tuple[int, list[int]] = (0, [])  # cached tokens, documents
+        self._scopes: list[bytes] = []  # that may be read where the search stands
+        self._looks = 0
+        self._best: tuple[int, list[int]] = (0, [])  # bytes cached behind the head, documents
 
-    def best(self, head: Sequence[Segment], free: list[int]) -> list[int]:
-        canonical = sorted(free, key=self._rank)
-        if head:
-            start = ScopedTokens(self._index.block_size, [(s.tokens, s.scope, self._owner(s)) for s in head])
-            match = self._index.match_prefix(start, len(start))
-            if match.num_tokens == len(start):
-                self._descend(start, match, [], canonical)
-        chosen = self._best[1]
-        return chosen + [i for i in canonical if i not in chosen]
+    def longest(self, canonical: list[int]) -> list[int]:
+        """The documents on the path, in its order; empty when the head itself is not cached."""
+        at: Place | _PlaceBelow = Place(self._index.root, 0, b"")
+        for segment in self._head:
+            self._scopes.append(segment.scope)
+            at = self._follow(at, segment.tokens)
+            if len(at.rest) >= self._index.stride:
+                return []
+        if self._is_whole(at):
+            self._scopes += [document.scope for document in self._documents[:1]]
+            self._descend(at, 0, [], canonical)
+        return self._best[1]
 
-    def _rank(self, i: int) -> tuple[int, str, int]:
-        document = self._documents[i]
-        return (-self._popularity.of(document), document.document_id or "", i)
-
-    def _owner(self, segment: Segment) -> str:
-        return segment.owner or self._tenant_id
-
-    def _descend(self, prefix: ScopedTokens, reached: PrefixMatch, chosen: list[int], left: list[int]) -> None:
-        """`prefix`, all of it cached up to `reached`, holds the documents `chosen`; go on with each of `left`."""
-        for i in left:
-            if self._tries >= MAX_TRIES:
+    def _descend(self, at: Place | _PlaceBelow, cached: int, chosen: list[int], left: list[int]) -> None:
+        """Before `at` stand `chosen`: `cached` bytes in whole blocks behind the head. Go on with each of `left`."""
+        stride = self._index.stride
+        possible = cached + (len(at.rest) + sum(len(self._documents[i].tokens) for i in left)) // stride * stride
+        for i in self._ways_on(at, left):
+            if self._looks >= MAX_LOOKS or possible <= self._best[0]:
                 return
-            self._tries += 1
-            document = self._documents[i]
-            longer = prefix.extended(document.tokens, document.scope, self._owner(document))
-            match = self._index.extend_match(reached, longer, len(longer))
+            self._looks += 1
+            tokens = self._documents[i].tokens
+            reached = self._follow(at, tokens)
+            found = cached + len(at.rest) + len(tokens) - len(reached.rest)
             # Strictly better only: on a tie the canonical order, which is tried first, stands.
-            if match.num_tokens > max(self._best[0], len(prefix)):
-                self._best = (match.num_tokens, [*chosen, i])
-            if match.num_tokens == len(longer):
-                self._descend(longer, match, [*chosen, i], [j for j in left if j != i])
+            if found > self._best[0]:
+                self._best = (found, [*chosen, i])
+            # A rest that is not cached shows at the next step. A document without a whole block has to show it here.
+            if len(reached.rest) < stride and (found > cached or self._is_whole(reached)):
+                self._descend(reached, found, [*chosen, i], [j for j in left if j != i])
+
+    def _ways_on(self, at: Place | _PlaceBelow, left: list[int]) -> list[int]:
+        """The documents whose first block is somewhere behind `at`, and those that fill no block."""
+        missing = self._index.stride - len(at.rest)
+        key = self._index.place_key(at) if isinstance(at, Place) else at.key
+        here = self._index.next_keys(at) if isinstance(at, Place) else ()
+        ways: list[int] = []
+        for i in left:
+            head = self._documents[i].tokens[:missing]
+            if len(head) == missing:
+                first = self._index.child_key(key, self._scopes[-1], at.rest + head)
+                if first not in here and not (self._is_below is not None and self._is_below(first)):
+                    continue
+            ways.append(i)
+        return ways
+
+    def _follow(self, at: Place | _PlaceBelow, tokens: bytes) -> Place | _PlaceBelow:
+        """As far as whole blocks are cached."""
+        stride = self._index.stride
+        if isinstance(at, Place):
+            at = self._index.follow(at, tokens, self._scopes[-1])
+            if self._is_below is None or len(at.rest) < stride:
+                return at
+            at, tokens = _PlaceBelow(self._index.place_key(at), at.rest), b""
+        packed, key, position = at.rest + tokens, at.key, 0
+        while len(packed) - position >= stride:
+            longer = self._index.child_key(key, self._scopes[-1], packed[position : position + stride])
+            if self._is_below is None or not self._is_below(longer):
+                break
+            key, position = longer, position + stride
+        return _PlaceBelow(key, packed[position:])
+
+    def _is_whole(self, at: Place | _PlaceBelow) -> bool:
+        """Whether what is left of the last document is cached, too. Below, the next whole block will tell."""
+        if isinstance(at, Place):
+            return self._index.is_cached(at, self._scopes)
+        return len(at.rest) < self._index.stride

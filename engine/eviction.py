@@ -17,7 +17,8 @@ just loses its ticket, and its entries are dropped when they come up.
 Priorities:  lru    the moment it was last let go
              gdsf   clock + uses · cost: greedy-dual-size-frequency. All blocks have one size; cost is the share of a
                     block in recomputing, which grows with its depth, because attention does. The clock is the priority
-                    that was evicted last, so that what was popular once grows old.
+                    that was evicted last, so that what was popular once grows old. Uses are remembered for a while
+                    after a block has gone (the index's ghosts): what comes again and again is not new each time.
 
 Rejected: one list in order of use (O(1), but it knows neither quotas nor frequencies), and a scan for the oldest leaf.
 """
@@ -147,12 +148,16 @@ class EvictionOrder:
 
     # ------------------------------------------------------------------ candidates
 
-    def use_priority(self, hits: int, depth: int) -> float:
+    @property
+    def counts_uses(self) -> bool:
+        return self.policy == "gdsf"
+
+    def use_priority(self, uses: int, depth: int) -> float:
         """The priority of a node that is let go now; called from a leaf upwards, so a parent's is higher."""
         self._uses += 1
         if self.policy == "lru":
             return float(self._uses)
-        return self._clock + (1 + hits) * (1.0 + depth / _DEPTH_OF_DOUBLE_COST)
+        return self._clock + uses * (1.0 + depth / _DEPTH_OF_DOUBLE_COST)
 
     def add(self, leaf: Leaf) -> None:
         """Has become evictable; its `priority` is set."""

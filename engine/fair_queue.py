@@ -10,8 +10,9 @@ the tenant that was served last.
     borealis  3,020            [r8]                    most of its prompt in the cache goes first, but nobody is
     cobalt    2,100  at limit  [r3] [r4]               passed over more than `MAX_BYPASSES` times
 
-Priorities are strict, over all tenants: lower goes first. Rejected: one queue in order of arrival (a tenant that
-floods it is all that is served), and round robin (a tenant with long prompts gets more than its share).
+Priorities are strict, over all tenants: lower goes first, and work for idle times after all of them. Rejected: one
+queue in order of arrival (a tenant that floods it is all that is served), and round robin (a tenant with long prompts
+gets more than its share).
 """
 
 from __future__ import annotations
@@ -110,11 +111,11 @@ class FairQueue:
         ready = [share for share in self._shares.values() if share.may_start]
         if not ready:
             return None
-        share = min(ready, key=lambda share: (share.waiting[0].priority, share.counter, share.waiting[0].arrival))
+        share = min(ready, key=lambda share: (*_rank(share.waiting[0]), share.counter, share.waiting[0].arrival))
         head = share.waiting[0]
         if len(share.waiting) == 1 or head.num_bypasses >= MAX_BYPASSES:
             return head
-        window = [request for request in share.waiting[:WINDOW] if request.priority == head.priority]
+        window = [request for request in share.waiting[:WINDOW] if _rank(request) == _rank(head)]
         # On a tie max takes the first: the one that waits longest.
         return max(window, key=lambda request: cached_tokens(request) / request.num_tokens)
 
@@ -124,10 +125,19 @@ class FairQueue:
             if _place(earlier) < _place(request):
                 earlier.num_bypasses += 1
 
+    @property
+    def has_demand(self) -> bool:
+        """Whether anybody waits who need not wait for the device to be idle."""
+        return any(share.waiting and not share.waiting[0].when_idle for share in self._shares.values())
+
     def requests(self) -> list[Request]:
         """Everyone who waits, in order of arrival."""
         return sorted((r for share in self._shares.values() for r in share.waiting), key=lambda r: r.arrival)
 
 
-def _place(request: Request) -> tuple[int, int]:
-    return request.priority, request.arrival
+def _rank(request: Request) -> tuple[bool, int]:
+    return request.when_idle, request.priority
+
+
+def _place(request: Request) -> tuple[bool, int, int]:
+    return *_rank(request), request.arrival

@@ -146,7 +146,11 @@ class KVCacheManager:
                 request.arrange(request.leader.segments, request.leader.document_order)
         elif request.chooses_order and request.account is None and self.caching and request.indexable:
             ordered = order_documents(
-                request.submitted_segments, self.index, self.popularity, request.tenant_id, request.pin_top
+                request.submitted_segments,
+                self.index,
+                self.popularity,
+                request.pin_top,
+                self.tiers.may_have if self.tiers is not None else None,
             )
             request.arrange(ordered.segments, ordered.order)
 
@@ -305,6 +309,8 @@ class KVCacheManager:
             request.block_table = match.block_ids[:]
             request.num_indexed_blocks = len(match.block_ids)
             request.num_computed_tokens = request.num_indexed_blocks * self.block_size
+            if request.num_pinned_tokens:
+                self.persist(request.node)
             self._write_through_hot(request.node)
         shares = self._share_with_leader(request)
         if prefix is not None:

@@ -42,7 +42,7 @@ import time
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -76,6 +76,7 @@ class Node:
         "doomed",
         "first_block",
         "first_blocks",
+        "former_uses",
         "hits",
         "keys",
         "last_use",
@@ -106,6 +107,7 @@ class Node:
         self.lock_count = 0
         self.num_wanted = 0  # queued requests that are going to need it
         self.hits = 0  # times it was locked again after it was made
+        self.former_uses = 0  # before it was evicted and made anew, if the policy counts them
         self.last_use = time.time()
         self.priority = 0.0  # in the order of eviction, since it was last let go
         self.ticket = 0  # of the eviction order; 0: not evictable
@@ -117,6 +119,10 @@ class Node:
     @property
     def num_blocks(self) -> int:
         return len(self.block_ids)
+
+    @property
+    def uses(self) -> int:
+        return self.former_uses + 1 + self.hits
 
     @property
     def end_block(self) -> int:
@@ -156,6 +162,19 @@ class PrefixMatch:
     reason: MissReason  # why it ends here
 
 
+class Place(NamedTuple):
+    """A position behind a prefix, from which many ways on are tried: a match without what only its holder needs.
+
+    node's run     [ b0 ][ b1 ][ b2 ]
+    blocks         ────────────►
+    rest                        t t t      packed tokens of the prefix behind its last whole cached block
+    """
+
+    node: Node
+    blocks: int  # how many of the node's blocks belong to it
+    rest: bytes
+
+
 @dataclass(slots=True, frozen=True)
 class DocumentRun:
     """A document in one prompt's path: its blocks up to the next document, or to the end of the run."""
@@ -186,9 +205,9 @@ class PrefixIndex:
         self.num_inserted_blocks = 0  # since the start
         self.num_evicted_blocks = 0
         self.num_erased_blocks = 0
-        self._stride = block_size * TOKEN_BYTES
+        self.stride = block_size * TOKEN_BYTES  # bytes of a block's tokens
         self._digest = digest
-        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._ghosts: OrderedDict[bytes, int] = OrderedDict()  # key → uses
         self._max_ghosts = ghost_entries
         self._by_document: dict[str, set[Node]] = {}
         self._doomed: list[Node] = []  # erased leaves that nobody holds any more
@@ -204,25 +223,40 @@ class PrefixIndex:
         """The longest cached prefix of the first `limit` tokens. Changes nothing, not even recency."""
         return self._match_below(self.root, array("i"), sequence, limit)
 
-    def extend_match(self, match: PrefixMatch, sequence: ScopedTokens, limit: int) -> PrefixMatch:
-        """Go on from a match of a sequence that `sequence` begins with. Costs only what is new."""
-        node, done, stride = match.node, match.node_blocks, self._stride
-        if done == node.num_blocks:
-            return self._match_below(node, match.block_ids[:], sequence, limit)
-        blocks = len(match.block_ids)
-        scope, span_end = sequence.span(blocks)
-        last = min(blocks + node.num_blocks - done, limit // self.block_size, span_end)
-        shared = 0
-        if scope == node.scope and last > blocks:
-            shared = self._common_blocks(node.tokens[done * stride :], sequence.packed, blocks * stride, last * stride)
-        block_ids = match.block_ids + node.block_ids[done : done + shared]
-        if done + shared < node.num_blocks:
-            return self._match_inside(sequence, limit, node, done + shared, block_ids)
-        return self._match_below(node, block_ids, sequence, limit)
+    def follow(self, place: Place, tokens: bytes, scope: bytes) -> Place:
+        """Go on with packed tokens of one scope, as far as whole blocks of them are cached. Changes nothing."""
+        packed, stride = place.rest + tokens, self.stride
+        node, blocks = place.node, place.blocks
+        pos, end = 0, len(packed) // stride * stride
+        while pos < end:
+            if blocks == node.num_blocks:
+                key = self._digest(node.last_key + scope + packed[pos : pos + stride])
+                child = node.children.get(key) if node.children else None
+                if child is None or child.scope != scope or child.doomed:
+                    break
+                node, blocks = child, 0
+            elif node.scope != scope:
+                break
+            last = min(pos + (node.num_blocks - blocks) * stride, end)
+            shared = self._common_blocks(node.tokens, packed, pos, last, blocks * stride)
+            pos += shared * stride
+            blocks += shared
+            if blocks < node.num_blocks:
+                break
+        return Place(node, blocks, packed[pos:])
+
+    def is_cached(self, place: Place, scopes: Sequence[bytes]) -> bool:
+        """Whether the rest is there, too, in the first slots of a block of one of these scopes."""
+        node, blocks, rest = place
+        if len(rest) >= self.stride:
+            return False
+        if blocks < node.num_blocks:
+            return node.tokens.startswith(rest, blocks * self.stride)
+        return self._closest_child(node, scopes, rest)[1] * TOKEN_BYTES == len(rest)
 
     def _match_below(self, node: Node, block_ids: array[int], sequence: ScopedTokens, limit: int) -> PrefixMatch:
         """`block_ids`, which this extends, lead to the end of `node`."""
-        packed, stride = sequence.packed, self._stride
+        packed, stride = sequence.packed, self.stride
         pos = len(block_ids) * stride
         end = limit // self.block_size * stride  # bytes of whole blocks that may be matched
         scope, span_end = sequence.span(pos // stride)
@@ -245,15 +279,15 @@ class PrefixIndex:
             node = child
         return self._match_at(sequence, limit, node, block_ids)
 
-    def _common_blocks(self, run: bytes, packed: bytearray, start: int, stop: int) -> int:
-        """How many whole blocks of `run` equal packed[start:stop]."""
-        stride = self._stride
-        low, high = 0, (stop - start) // stride  # run[:low] is equal, run[:high] is not
-        if run.startswith(packed[start:stop]):
+    def _common_blocks(self, run: bytes, packed: bytes | bytearray, start: int, stop: int, run_start: int = 0) -> int:
+        """In how many whole blocks run[run_start:] begins like packed[start:stop]."""
+        stride = self.stride
+        low, high = 0, (stop - start) // stride  # that many are equal, that many are not
+        if run.startswith(packed[start:stop], run_start):
             return high
         while high - low > 1:
             middle = (low + high) // 2
-            if run.startswith(packed[start + low * stride : start + middle * stride], low * stride):
+            if run.startswith(packed[start + low * stride : start + middle * stride], run_start + low * stride):
                 low = middle
             else:
                 high = middle
@@ -262,7 +296,7 @@ class PrefixIndex:
     def common_blocks(self, one: ScopedTokens, other: ScopedTokens) -> int:
         """Whole blocks in which two sequences begin alike, by tokens alone."""
         last = min(len(one), len(other)) // self.block_size
-        return self._common_blocks(bytes(one.packed), other.packed, 0, last * self._stride)
+        return self._common_blocks(bytes(one.packed), other.packed, 0, last * self.stride)
 
     def _match_inside(
         self, sequence: ScopedTokens, limit: int, node: Node, blocks: int, block_ids: array[int]
@@ -270,7 +304,7 @@ class PrefixIndex:
         """The path ends inside a run; the run's next block may still share tokens."""
         num_tokens = len(block_ids) * self.block_size
         wanted = tokens_between(sequence, num_tokens, min(limit, num_tokens + self.block_size))
-        candidate = node.tokens[blocks * self._stride : (blocks + 1) * self._stride]
+        candidate = node.tokens[blocks * self.stride : (blocks + 1) * self.stride]
         shared = common_tokens(candidate, wanted)
         source = node.block_ids[blocks] if shared else None
         reason = self._miss_reason(_key_before(node, blocks), sequence, len(block_ids), diverged=True)
@@ -288,7 +322,7 @@ class PrefixIndex:
         reason = self._miss_reason(node.last_key, sequence, len(block_ids), diverged)
         return PrefixMatch(block_ids, node, node.num_blocks, num_tokens + shared, source, shared, reason)
 
-    def _closest_child(self, node: Node, scopes: list[bytes], wanted: bytes) -> tuple[int | None, int]:
+    def _closest_child(self, node: Node, scopes: Sequence[bytes], wanted: bytes) -> tuple[int | None, int]:
         """(block, tokens) of the child's first block that shares most of `wanted`, among the readable scopes."""
         best_source: int | None = None
         best_shared = 0
@@ -321,7 +355,7 @@ class PrefixIndex:
     def chain_keys(self, parent_key: bytes, sequence: ScopedTokens, first: int, last: int) -> list[bytes]:
         """Keys of blocks [first, last), where `parent_key` is the key of the block before `first`."""
         keys: list[bytes] = []
-        packed, stride, digest = sequence.packed, self._stride, self._digest
+        packed, stride, digest = sequence.packed, self.stride, self._digest
         scope, span_end = sequence.span(first)
         key = parent_key
         for block in range(first, last):
@@ -330,6 +364,21 @@ class PrefixIndex:
             key = digest(key + scope + packed[block * stride : (block + 1) * stride])
             keys.append(key)
         return keys
+
+    def child_key(self, parent_key: bytes, scope: bytes, tokens: bytes) -> bytes:
+        """The key of a block of these packed tokens."""
+        return self._digest(parent_key + scope + tokens)
+
+    def place_key(self, place: Place) -> bytes:
+        """The key of the last whole block before it."""
+        return _key_before(place.node, place.blocks)
+
+    def next_keys(self, place: Place) -> Collection[bytes]:
+        """The keys of the blocks that follow on the last whole block before it."""
+        node, blocks, _ = place
+        if blocks < node.num_blocks:
+            return (node.keys[blocks * KEY_BYTES : (blocks + 1) * KEY_BYTES],)
+        return node.children or ()
 
     def match_key(self, match: PrefixMatch) -> bytes:
         """The key of the last matched block: the parent key of the first missing one."""
@@ -355,7 +404,7 @@ class PrefixIndex:
             if not at.lock_count and at.doomed:
                 self._doomed.append(at)
             elif not at.lock_count:
-                at.priority = self.order.use_priority(at.hits, at.end_block)
+                at.priority = self.order.use_priority(at.uses, at.end_block)
                 self._offer(at)
             at = at.parent
 
@@ -402,14 +451,14 @@ class PrefixIndex:
         the same requests; when that is none, the caller locks it at once.
         """
         parent = _parent(lower)
-        cut, keys = blocks * self._stride, blocks * KEY_BYTES
+        cut, keys = blocks * self.stride, blocks * KEY_BYTES
         upper = Node(parent, lower.scope, lower.owner, lower.tokens[:cut], lower.keys[:keys], lower.block_ids[:blocks])
         assert parent.children is not None
         parent.children[upper.keys[:KEY_BYTES]] = upper  # same first block: the sorted first blocks stay as they are
         lower.parent, lower.tokens, lower.keys = upper, lower.tokens[cut:], lower.keys[keys:]
         lower.block_ids = lower.block_ids[blocks:]
         lower.first_block += blocks
-        upper.lock_count, upper.hits = lower.lock_count, lower.hits
+        upper.lock_count, upper.hits, upper.former_uses = lower.lock_count, lower.hits, lower.former_uses
         upper.num_wanted, upper.doomed, upper.priority = lower.num_wanted, lower.doomed, lower.priority
         self._split_documents(upper, lower)
         self._attach(upper, lower)
@@ -436,11 +485,13 @@ class PrefixIndex:
             count = min(len(keys) - done, span_end - first - done)
             existing = at.children.get(keys[done]) if at.children else None
             if existing is None:
-                at = self._append(at, scope, sequence, first + done, keys[done : done + count], block_ids, done)
+                former_uses, count = self._former_uses(keys, done, count)
+                fresh = block_ids[done : done + count]
+                at = self._append(at, scope, sequence, first + done, keys[done : done + count], fresh, former_uses)
                 done += count
                 continue
-            start = (first + done) * self._stride
-            stop = start + min(count, existing.num_blocks) * self._stride
+            start = (first + done) * self.stride
+            stop = start + min(count, existing.num_blocks) * self.stride
             shared = self._common_blocks(existing.tokens, sequence.packed, start, stop)
             if existing.scope != scope or not shared or existing.doomed:
                 break  # two prefixes with one key, or an erased one: the later one stays outside
@@ -460,30 +511,39 @@ class PrefixIndex:
         first: int,
         keys: list[bytes],
         block_ids: array[int],
-        offset: int,
+        former_uses: int,
     ) -> Node:
         """New blocks below `at`: its own run grows if only the caller holds it, else a child is made."""
         count = len(keys)
         self.num_inserted_blocks += count
-        tokens = bytes(sequence.packed[first * self._stride : (first + count) * self._stride])
-        ids = block_ids[offset : offset + count]
+        tokens = bytes(sequence.packed[first * self.stride : (first + count) * self.stride])
         self.num_blocks += count
         documents = sequence.documents_between(first, first + count)
-        if at.lock_count == 1 and not at.children and at.scope == scope:
+        alike = not self.order.counts_uses or at.uses == former_uses + 1
+        if at.lock_count == 1 and not at.children and at.scope == scope and alike:
             self.order.count(at.owner, count)  # of tenants that share a scope, who began a run pays for it
             at.tokens += tokens
             at.keys += b"".join(keys)
-            at.block_ids += ids
+            at.block_ids += block_ids
             self._note_documents(at, documents)
             return at
         owner = self.order.owner(sequence.owner(scope))
         self.order.count(owner, count)
-        child = Node(at, scope, owner, tokens, b"".join(keys), ids)
-        child.lock_count, child.doomed = 1, at.doomed
+        child = Node(at, scope, owner, tokens, b"".join(keys), block_ids)
+        child.lock_count, child.doomed, child.former_uses = 1, at.doomed, former_uses
         self._note_documents(child, documents)
         self._attach(at, child)
         self.num_nodes += 1
         return child
+
+    def _former_uses(self, keys: list[bytes], first: int, most: int) -> tuple[int, int]:
+        """Uses of the block of keys[first] before it had to go; for how many from there on it is the same."""
+        if not self.order.counts_uses or not self._ghosts:
+            return 0, most
+        uses, count = self._ghosts.get(keys[first], 0), 1
+        while count < most and self._ghosts.get(keys[first + count], 0) == uses:
+            count += 1
+        return uses, count
 
     def _note_documents(self, node: Node, documents: list[tuple[int, str]]) -> None:
         node.documents += documents
@@ -511,7 +571,7 @@ class PrefixIndex:
         if parent.children is None or parent.first_blocks is None:
             parent.children, parent.first_blocks = {}, {}
         parent.children[child.keys[:KEY_BYTES]] = child
-        insort(parent.first_blocks.setdefault(child.scope, []), child.tokens[: self._stride])
+        insort(parent.first_blocks.setdefault(child.scope, []), child.tokens[: self.stride])
 
     def evict(self, count: int, pressed_by: str, demote: Demotion | None = None) -> array[int]:
         """Let go of up to `count` blocks that nobody holds, because `pressed_by` needs room: tails before heads.
@@ -540,7 +600,7 @@ class PrefixIndex:
             demote(node, count)
         freed = node.block_ids[: -count - 1 : -1]
         if not erased:
-            self._remember(node.keys[-count * KEY_BYTES :])
+            self._remember(node.keys[-count * KEY_BYTES :], node.uses)
         gone = [entry for entry in node.documents if entry[0] >= node.end_block - count]
         if gone:
             node.documents = node.documents[: -len(gone)]
@@ -548,7 +608,7 @@ class PrefixIndex:
         if count == node.num_blocks:
             self._remove_leaf(node)
         else:
-            node.tokens = node.tokens[: -count * self._stride]
+            node.tokens = node.tokens[: -count * self.stride]
             node.keys = node.keys[: -count * KEY_BYTES]
             del node.block_ids[-count:]
         self.num_blocks -= count
@@ -567,7 +627,7 @@ class PrefixIndex:
         assert parent.first_blocks is not None
         del parent.children[node.keys[:KEY_BYTES]]
         siblings = parent.first_blocks[node.scope]
-        del siblings[bisect_left(siblings, node.tokens[: self._stride])]
+        del siblings[bisect_left(siblings, node.tokens[: self.stride])]
         if not siblings:
             del parent.first_blocks[node.scope]
         self._forget_wants(node)
@@ -665,7 +725,7 @@ class PrefixIndex:
                     parent_key=_key_before(at, block),
                     scope=at.scope,
                     owner=at.owner.name,
-                    tokens=at.tokens[block * self._stride : (block + 1) * self._stride],
+                    tokens=at.tokens[block * self.stride : (block + 1) * self.stride],
                     documents=documents.get(at.first_block + block, ()),
                     depth=at.first_block + block,
                     hits=at.hits,
@@ -680,12 +740,12 @@ class PrefixIndex:
 
     # ------------------------------------------------------------------ ghosts
 
-    def _remember(self, keys: bytes) -> None:
-        """Ghosts: keys that were here, so that a later miss can say so."""
+    def _remember(self, keys: bytes, uses: int) -> None:
+        """Ghosts: keys that were here, so that a later miss can say so, and how often they were used."""
         for at in range(0, len(keys), KEY_BYTES):
             key = keys[at : at + KEY_BYTES]
             self._ghosts.pop(key, None)
-            self._ghosts[key] = None
+            self._ghosts[key] = uses
         while len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
 
@@ -724,11 +784,11 @@ class PrefixIndex:
     def _check_node(self, node: Node, ref_count: Callable[[int], int], evictable: set[Node]) -> None:
         parent = _parent(node)
         count = node.num_blocks
-        if not count or len(node.tokens) != count * self._stride or len(node.keys) != count * KEY_BYTES:
+        if not count or len(node.tokens) != count * self.stride or len(node.keys) != count * KEY_BYTES:
             raise InvariantError("I2: a node's blocks, tokens and keys do not fit each other")
         key = parent.last_key
         for block in range(count):
-            tokens = node.tokens[block * self._stride : (block + 1) * self._stride]
+            tokens = node.tokens[block * self.stride : (block + 1) * self.stride]
             key = self._digest(key + node.scope + tokens)
             if key != node.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]:
                 raise InvariantError("I8: a block's key is not that of its prefix")
@@ -744,7 +804,7 @@ class PrefixIndex:
             raise InvariantError("I8: a document does not know where it is in the tree")
         if parent is not self.root and parent.lock_count < node.lock_count:
             raise InvariantError("I4: a node is held, its parent is not")
-        siblings = sorted(c.tokens[: self._stride] for c in (node.children or {}).values())
+        siblings = sorted(c.tokens[: self.stride] for c in (node.children or {}).values())
         if siblings != sorted(t for group in (node.first_blocks or {}).values() for t in group):
             raise InvariantError("I8: the children's first blocks are not those listed")
 

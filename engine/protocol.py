@@ -151,7 +151,10 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     pin_top: int = 0  # of the given order, so many first documents stay last, next to the question, when reordering
     sibling_of: str = ""  # an earlier request with the same prompt: its KV is shared, and the prompt counted once
     use_cache: bool = True  # False: neither looks a prefix up nor leaves one behind
-    counted: bool = True  # False: a health probe, left out of `EngineStats`' counts of requests and of their tokens
+    counted: bool = (
+        True  # False: nobody's usage (a health probe, work ahead of time), left out of `EngineStats`' counts
+    )
+    when_idle: bool = False  # runs only while no other request is here; yields to the first that comes
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

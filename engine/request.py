@@ -83,6 +83,7 @@ class Request:
         "token_ids",
         "tokens",
         "wanted_node",
+        "when_idle",
     )
 
     def __init__(self, submit: Submit, block_size: int, arrival: int, seed: int) -> None:
@@ -99,6 +100,7 @@ class Request:
         self.document_order: tuple[int, ...] | None = None  # given positions, if the order was ours to choose
         self.policy = submit.policy
         self.priority = submit.priority
+        self.when_idle = submit.when_idle
         self.num_bypasses = 0  # times a later request of its tenant went first
         self.tokens = ScopedTokens(block_size, self._spans(), self.documents())
         self.token_ids: list[int] = unpack_tokens(bytes(self.tokens.packed))

@@ -17,6 +17,10 @@ A step may be scheduled before the one before it has ended (`engine/engine.py`).
 place, since the device does one after the other; the token that it samples counts as there, and is not known. So a
 request may get one step more than it needs, when that token turns out to end it; one that ends in any case gets none.
 
+Work for idle times (`when_idle`: prefilling ahead, speculation) is admitted only while nobody else is here, and the
+first who comes throws it out of the batch: it then holds no block, no place and no key that others wait for. What it
+has computed stays in the index, and there it goes on.
+
 A request whose next block is being computed by another one, or read from the disk, is parked and comes back when that
 block is there; so is a parallel sample whose whole prompt the first of them is computing. A burst of one prompt is
 computed once, and reading goes on beside the prefill of the others.
@@ -76,7 +80,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         request.state = RequestState.WAITING
-        self.manager.look_ahead(request)
+        if not request.when_idle:
+            self.manager.look_ahead(request)
         if request.policy is not None:
             self.manager.set_policy(request.tenant_id, request.policy)
         self.queue.add(request)
@@ -97,6 +102,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         step = _Step(self.limits.token_budget)
+        self._clear_for_others()
         preemptions = self.num_preemptions
         for request in self.running[:]:
             if self._lacks(request) == 1:
@@ -167,8 +173,21 @@ class Scheduler:
     def _admit_waiting(self, step: _Step) -> None:
         while step.budget > 0 and len(self.running) < self.limits.max_num_seqs:
             request = self.queue.next(self.manager.num_cached_tokens)
-            if request is None or not self._admit(request, step):
+            if request is None or (request.when_idle and self._has_others()) or not self._admit(request, step):
                 return
+
+    def _clear_for_others(self) -> None:
+        idle_work = [request for request in self.running if request.when_idle]
+        if idle_work and self._has_others():
+            for request in idle_work:
+                self.running.remove(request)
+                self.queue.stop(request)
+                self.manager.back_out(request)
+                self.add(request)
+
+    def _has_others(self) -> bool:
+        """Whether anybody is here who does not wait for idle times."""
+        return self.queue.has_demand or any(not request.when_idle for request in (*self.running, *self.parked))
 
     def _admit(self, request: Request, step: _Step) -> bool:
         """Start a request, or park it; False when it has to wait for room, and everyone else with it."""

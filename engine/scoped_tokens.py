@@ -61,16 +61,6 @@ class ScopedTokens:
         """All tokens under one scope."""
         return cls(block_size, [(pack_tokens(token_ids), scope, owner)])
 
-    def extended(self, tokens: bytes, scope: bytes, owner: str) -> ScopedTokens:
-        """A copy with more tokens at its end."""
-        longer = ScopedTokens.__new__(ScopedTokens)
-        longer.block_size, longer.stride = self.block_size, self.stride
-        longer.packed = self.packed + tokens
-        longer._documents = self._documents
-        longer._scopes, longer._end_blocks, longer._owners = self._scopes[:], self._end_blocks[:], {**self._owners}
-        longer._close_span(scope, owner)
-        return longer
-
     def _close_span(self, scope: bytes, owner: str) -> None:
         """The tokens that were appended last belong to this scope."""
         if self._scopes and self._scopes[-1] == scope:

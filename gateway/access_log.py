@@ -80,6 +80,7 @@ def _record(scope: HTTPScope, context: RequestContext, status: int, seconds: flo
         traceparent=_header(scope, b"traceparent"),
         token_intervals=timing.intervals,
         miss=miss,
+        causes=context.causes,
         documents=documents,
     )
 

@@ -58,8 +58,8 @@ class GeneratedText:
 class AnswerForm(Protocol):
     """What an answer looks like on the wire. Choices are counted over all prompts; everything is encoded JSON."""
 
-    async def begin(self, account: PromptAccount, document_order: tuple[int, ...] | None) -> None:
-        """Once, before anything else: the engine has taken the prompts on."""
+    async def begin(self, account: PromptAccount, document_order: tuple[int, ...] | None) -> tuple[str, ...]:
+        """Once, before anything else: the engine has taken the prompts on. Codes of why they had to be computed."""
         ...
 
     def opening(self, choice: int) -> bytes | None:
@@ -177,7 +177,7 @@ class Answer:
         meter.taken_on = True
         if len(self._submits) == self._choices_per_prompt:  # an account of several prompts lies along none of them
             context.segments = in_prompt_order(self._submits[0].segments, tally.document_order)
-        await self._form.begin(tally.account, tally.document_order)
+        context.causes = await self._form.begin(tally.account, tally.document_order)
         body = self._stream_body if self._stream else self._whole_body
         await body(_chain(early, updates), tally, meter, context, send)
 

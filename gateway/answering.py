@@ -22,7 +22,7 @@ from gateway.metering import Attempt, Metering
 from gateway.prompt_scopes import PromptScopes
 from gateway.request_timing import RequestTiming
 from gateway.served_model import ServedModel, ServedModels, num_tokens
-from gateway.tenants import Caller, TenantDirectory
+from gateway.tenants import Caller, Tenant, TenantDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,11 @@ class Prompt:
     segments: tuple[Segment, ...]
     document_order: Literal["given", "cache"] = "given"
     pin_top: int = 0
+
+
+def may_cache(body: GenerationFields, tenant: Tenant) -> bool:
+    """Whether anything of a request may be looked up in the cache, or left there."""
+    return body.use_cache and not tenant.record.policy.no_store
 
 
 class Answering:
@@ -116,7 +121,7 @@ class Answering:
                         policy=tenant.record.policy.for_engine(),
                         priority=tenant.record.policy.priority,
                         sibling_of=leader,
-                        use_cache=body.use_cache and not tenant.record.policy.no_store,
+                        use_cache=may_cache(body, tenant),
                     )
                 )
                 leader = leader or submits[-1].request_id

@@ -93,7 +93,7 @@ def create_app(
     models = ServedModels(engine)
     retrieval: RetrievalService | None = None
     if redis is not None and embedder is not None:
-        retrieval = RetrievalService(settings.retrieval, redis, embedder, engine, models)
+        retrieval = RetrievalService(settings.retrieval, redis, embedder, engine, models, tenants.may_store)
     metering = Metering(limiter, recorder, speed, settings.usage)
     retriever = ChatRetriever(engine, retrieval)
     answering = Answering(engine, models, drain, tenants, metering, settings.server.max_choices)

@@ -1,9 +1,10 @@
 """/v1/cache/documents/{id}: a document as a unit of the cache.
 
-`id` is a file's id, which means all its passages, or one document's own (as a search and a chat name it, or as a client
-gave it). Only what lies under the tenant's own scope is counted, in every tier, and warmed; deleting erases all of its
-KV, under whatever a client has narrowed its scope to. To the operator's keys what is public belongs as well. The
-document itself stays where it is: that is /v1/files' matter.
+`id` is a file's id, which means all its passages; a vector store's, which means all of its files (also those that come
+later, if it is pinned); or one document's own, as a search and a chat name it, or as a client gave it. Only what lies
+under the tenant's own scope is counted, in every tier, and warmed; deleting erases all of its KV, under whatever a
+client has narrowed its scope to. To the operator's keys what is public belongs as well. The document itself stays where
+it is: that is /v1/files' matter.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from gateway.retrieval_service import RetrievalService
 from gateway.retrieval_types import Deleted
 from gateway.tenant_records import Role
 from gateway.tenants import Tenant, public_scope
+from retrieval.library import COLLECTION_PREFIX
 from retrieval.records import chunk_id, document_id_of
 
 
@@ -57,18 +59,30 @@ class CacheDocuments:
 
     async def chunk_ids(self, tenant: Tenant, document_id: str) -> list[str]:
         """The stored passages that are meant. Raises `NotFoundError`."""
+        library = self._retrieval.library
+        if document_id.startswith(COLLECTION_PREFIX):
+            await library.collection(tenant.id, document_id)
+            members = await library.members(tenant.id, document_id)
+            return list(dict.fromkeys(each for member in members for each in member.chunk_ids))
         if document_id.startswith("file-"):
-            members = [
-                await self._retrieval.library.find_member(tenant.id, collection_id, document_id)
-                for collection_id in await self._retrieval.library.file_collections(tenant.id, document_id)
+            found = [
+                await library.find_member(tenant.id, collection_id, document_id)
+                for collection_id in await library.file_collections(tenant.id, document_id)
             ]
-            await self._retrieval.library.file(tenant.id, document_id)
-            return list(dict.fromkeys(each for member in members if member is not None for each in member.chunk_ids))
+            await library.file(tenant.id, document_id)
+            return list(dict.fromkeys(each for member in found if member is not None for each in member.chunk_ids))
         info = await self._retrieval.embedder.wait_ready()
         chunks = await self._retrieval.library.chunks(tenant.id, [chunk_id(info.tag, document_id)])
         return [chunk.id for chunk in chunks]
 
+    async def pinnable(self, tenant: Tenant, document_id: str) -> list[str]:
+        """What is remembered of a pin: a collection's own id, for it may grow."""
+        found = await self.stored(tenant, document_id)
+        return [document_id] if document_id.startswith(COLLECTION_PREFIX) else found
+
     async def stored(self, tenant: Tenant, document_id: str) -> list[str]:
+        if document_id.startswith(COLLECTION_PREFIX):
+            return await self.chunk_ids(tenant, document_id)  # an empty one may be pinned, too
         found = await self.chunk_ids(tenant, document_id)
         if not found:
             raise NotFoundError(f"No such document: {document_id[:100]!r}.")
@@ -81,7 +95,7 @@ class CacheDocuments:
 
     async def warm(self, tenant: Tenant, document_id: str, *, pinned: bool) -> WarmResult:
         found = await self.stored(tenant, document_id)
-        queued = self._retrieval.prefill.offer(tenant.id, found)
+        queued = self._retrieval.prefill.offer(tenant.id, found, pinned=pinned)
         return WarmResult(id=document_id, queued=queued, pinned=pinned)
 
 
@@ -95,7 +109,7 @@ def cache_document_routes(retrieval: RetrievalService, engine: Engine, secret: b
         scopes = (tenant.scope, public_scope(secret)) if _is_operator(request) else (tenant.scope,)
         asked = GetDocumentStats(query_id=uuid.uuid4().hex, scopes=scopes, document_ids=ids)
         uses = (await engine.document_stats(asked)).documents
-        pins = {document_id_of(each) for each in await retrieval.pins.of(tenant.id)}
+        pins = {document_id_of(each) for each in await retrieval.pins.chunks(tenant.id)}
         if not uses and ids == (document_id,) and not await documents.chunk_ids(tenant, document_id):
             raise NotFoundError(f"No such document: {document_id[:100]!r}.")
         return json_response(_summary(document_id, ids, uses, pinned=bool(pins.intersection(ids))))
@@ -103,19 +117,19 @@ def cache_document_routes(retrieval: RetrievalService, engine: Engine, secret: b
     @post("/cache/documents/{document_id:str}/pin", status_code=200)
     async def pin(request: HttpRequest, document_id: FromPath[str]) -> Response[bytes]:
         tenant = tenant_of(request)
-        await retrieval.pins.add(tenant.id, await documents.stored(tenant, document_id))
+        await retrieval.pins.add(tenant.id, await documents.pinnable(tenant, document_id))
         return json_response(await documents.warm(tenant, document_id, pinned=True))
 
     @post("/cache/documents/{document_id:str}/unpin", status_code=200)
     async def unpin(request: HttpRequest, document_id: FromPath[str]) -> Response[bytes]:
         tenant = tenant_of(request)
-        await retrieval.pins.remove(tenant.id, await documents.stored(tenant, document_id))
+        await retrieval.pins.remove(tenant.id, await documents.pinnable(tenant, document_id))
         return json_response(WarmResult(id=document_id, queued=0, pinned=False))
 
     @post("/cache/documents/{document_id:str}/warm", status_code=200)
     async def warm_now(request: HttpRequest, document_id: FromPath[str]) -> Response[bytes]:
         tenant = tenant_of(request)
-        pins = await retrieval.pins.of(tenant.id)
+        pins = await retrieval.pins.chunks(tenant.id)
         found = await documents.stored(tenant, document_id)
         return json_response(await documents.warm(tenant, document_id, pinned=bool(pins.intersection(found))))
 

@@ -8,6 +8,7 @@
 
 Hints compare a request with earlier ones *of its own tenant*, never with anybody else's: that a prompt is cached for
 another tenant is nothing this tenant may learn. So "another scope" is said only of the tenant's own salts and users.
+Every request is diagnosed; the report goes to who asks for it, the dashboard counts the codes of the hints.
 """
 
 from __future__ import annotations
@@ -22,18 +23,14 @@ import msgspec
 from engine.protocol import PromptAccount, Segment, SegmentKind
 from gateway.chat_request import ChatRequest
 from retrieval.documents import Document
+from retrieval.lint import TIMES, Finding, first_volatile, volatile_at
 
 _MAX_TENANTS = 1024
 _MAX_PROMPTS = 4  # of a tenant
 _MAX_CHARACTERS = 2000  # of a system prompt
+_WORD = re.compile(r"\w+")
 _CACHED = ("device", "host", "disk")
 _CLASSES = (*_CACHED, "cold", "diverged", "evicted", "partial_block", "disabled")
-
-# 2026-11-29, 29.11.2026, 11/29/2026, 12:30, 12:30:59, Nov 29, 1764457200
-_TIMESTAMP = re.compile(
-    r"\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2})?(?:\.\d+)?)?|\d{1,2}[./]\d{1,2}[./]\d{2,4}"
-    r"|\b\d{1,2}:\d{2}(?::\d{2})?\b|\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* \d{1,2}\b|\b1\d{9}\b"
-)
 
 
 class SegmentReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,14 +74,24 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportRequest:
-    """A report that was asked for: made when the account is known."""
+class Diagnosis:
+    """Of one request: complete when the account is known."""
 
     segments: tuple[Segment, ...]
     outline: Outline
     earlier: tuple[Outline, ...]  # latest first
+    is_report_wanted: bool
 
-    def make(self, account: PromptAccount, document_order: Sequence[int] | None) -> CacheReport:
+    def hints(self, account: PromptAccount) -> tuple[Hint, ...]:
+        """Why what could have been shared was not."""
+        return tuple(_hints(self, account))
+
+    def report(
+        self, account: PromptAccount, document_order: Sequence[int] | None, hints: tuple[Hint, ...]
+    ) -> CacheReport | None:
+        """None when nobody asked for it."""
+        if not self.is_report_wanted:
+            return None
         segments = _arranged(self.segments, document_order)
         cached = account.num_cached_tokens
         total = account.num_prompt_tokens
@@ -93,7 +100,7 @@ class ReportRequest:
             cached_tokens=cached,
             first_divergent_token=None if cached >= total else cached,
             segments=tuple(_segment_reports(segments, account)),
-            hints=tuple(_hints(self, account)),
+            hints=hints,
         )
 
 
@@ -154,21 +161,45 @@ def _segment_reports(segments: Sequence[Segment], account: PromptAccount) -> Ite
 # ---------------------------------------------------------------- hints
 
 
-def _hints(asked: ReportRequest, account: PromptAccount) -> Iterator[Hint]:
+# What to do about it, in a word; the hint itself says where.
+ADVICE = {
+    "caching_disabled": "caching was off for the request, its tenant, or the engine",
+    "evicted": "it was cached once and had to make room: more memory, a floor, or a pin",
+    "reasoning_in_history": "send earlier answers without their reasoning",
+    "timestamp_in_system_prompt": "put dates and times at the prompt's end",
+    "volatile_system_prompt": "put names, ids and whatever else changes at the prompt's end",
+    "reordered_system_prompt": "keep one order of tools and rules",
+    "system_prompt_changed": "the system prompt was another one",
+    "document_changed": "a document came with another text under its id",
+    "documents_reordered": 'keep one order of documents, or ask for `document_order: "cache"`',
+    "other_scope": "the same text was asked under another salt or user",
+}
+
+
+def _hints(asked: Diagnosis, account: PromptAccount) -> Iterator[Hint]:
     if account.disabled:
         yield Hint("caching_disabled", "Caching is off: for this request (`use_cache`), this tenant, or this engine.")
         return
     if account.evicted:
         yield Hint("evicted", f"{account.evicted} tokens were cached once and had to make room.")
-    if not (account.cold or account.diverged or account.evicted):
-        return
-    if asked.outline.loses_reasoning:
+    if asked.outline.loses_reasoning and (account.cold or account.diverged or account.evicted):
         yield Hint(
             "reasoning_in_history",
             "An earlier answer comes with its reasoning (`</think>`), and this model's chat template leaves that out "
             "of later prompts: what was computed when the answer was given is not found again from there on.",
         )
-    yield from _differences(asked.outline, asked.earlier)
+    if account.num_cached_tokens < _num_shareable(asked.segments):
+        yield from _differences(asked.outline, asked.earlier)
+
+
+def _num_shareable(segments: Sequence[Segment]) -> int:
+    """Tokens up to the end of what other prompts may have, too: the system prompt and the documents."""
+    position = shareable = 0
+    for segment in segments:
+        position += len(segment)
+        if segment.kind in (SegmentKind.SYSTEM, SegmentKind.DOCUMENT):
+            shareable = position
+    return shareable
 
 
 def _differences(now: Outline, earlier: Sequence[Outline]) -> Iterator[Hint]:
@@ -184,28 +215,30 @@ def _differences(now: Outline, earlier: Sequence[Outline]) -> Iterator[Hint]:
 def _system_difference(now: Outline, earlier: Sequence[Outline]) -> Iterator[Hint]:
     if any(before.system == now.system for before in earlier) or not now.system:
         return
-    for before in earlier:
-        at = _first_difference(now.system, before.system)
-        stamp = next((m for m in _TIMESTAMP.finditer(now.system) if m.start() <= at <= m.end()), None)
-        if stamp is not None:
-            yield Hint(
-                "timestamp_in_system_prompt",
-                f"The system prompt changes at character {at}, in what looks like a time: {stamp[0]!r}. Nothing after "
-                "it can be shared. Put it at the prompt's end.",
-            )
+    places = [_first_difference(now.system, before.system) for before in earlier]
+    for at in places:
+        if (found := volatile_at(now.system, at)) is not None:
+            yield _volatile(found, f"The system prompt changes at character {at}, in")
             return
-    for before in earlier:
-        if sorted(before.system.splitlines()) == sorted(now.system.splitlines()):
-            yield Hint(
-                "reordered_system_prompt",
-                "The system prompt has the same lines as before in another order (tools, perhaps): keep one order.",
-            )
-            return
-    if earlier:
-        at = _first_difference(now.system, earlier[0].system)
-        yield Hint("system_prompt_changed", f"The system prompt differs from the last one at character {at}.")
-    elif (stamp := _TIMESTAMP.search(now.system[:200])) is not None:
-        yield Hint("timestamp_in_system_prompt", f"The system prompt begins with what looks like a time: {stamp[0]!r}.")
+    words = Counter(_WORD.findall(now.system))
+    if any(Counter(_WORD.findall(before.system)) == words for before in earlier):
+        yield Hint(
+            "reordered_system_prompt",
+            "The system prompt has the same words as before in another order (tools, perhaps): keep one order.",
+        )
+    elif places:
+        yield Hint("system_prompt_changed", f"The system prompt differs from the last one at character {places[0]}.")
+    elif (found := first_volatile(now.system)) is not None:
+        yield _volatile(found, f"The system prompt has, at character {found.start},")
+
+
+def _volatile(found: Finding, where: str) -> Hint:
+    code = "timestamp_in_system_prompt" if found.kind in TIMES else "volatile_system_prompt"
+    return Hint(
+        code,
+        f"{where} what looks like a {found.kind}: {found.text!r}. Nothing after it can be shared when it changes. "
+        "Put it at the prompt's end.",
+    )
 
 
 def _document_differences(now: Outline, earlier: Sequence[Outline]) -> Iterator[Hint]:
@@ -222,4 +255,11 @@ def _document_differences(now: Outline, earlier: Sequence[Outline]) -> Iterator[
 
 
 def _first_difference(one: str, other: str) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one.startswith(other[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -11,7 +11,7 @@ from engine.errors import ContextLengthExceededError, InvalidRequestError
 from engine.protocol import Segment
 from gateway.answer import Answer
 from gateway.answering import Answering, Call, Prompt
-from gateway.cache_report import Outline, PromptHistory, ReportRequest
+from gateway.cache_report import Diagnosis, Outline, PromptHistory
 from gateway.chat_documents import ChatDocuments, ChatRetriever, without_earlier_turns
 from gateway.chat_request import ChatRequest, parse_chat_request
 from gateway.chat_response import ChatForm
@@ -40,11 +40,11 @@ class ChatCompletions:
             documents = await self._retriever.documents(request, call.caller.tenant, scopes, model)
         documents, segments = await _build_prompt(request, documents, scopes, model)
         header = answering.header("chatcmpl", model)
-        report = self._report(request, documents, segments, call, model)
+        diagnosis = self._diagnosis(request, documents, segments, call, model)
         form = ChatForm(
             header,
             documents,
-            report,
+            diagnosis,
             include_usage=request.body.include_usage,
             has_logprobs=request.body.num_logprobs is not None,
         )
@@ -61,19 +61,17 @@ class ChatCompletions:
             raise InvalidRequestError(f"There is no published prompt `{wanted}`.", param="system_prompt_id")
         return replace(request, messages=(Message("system", prompt.text), *request.messages))
 
-    def _report(
+    def _diagnosis(
         self,
         request: ChatRequest,
         documents: ChatDocuments,
         segments: tuple[Segment, ...],
         call: Call,
         model: ServedModel,
-    ) -> ReportRequest | None:
+    ) -> Diagnosis:
         outline = Outline.of(request, documents.latest, drops_reasoning=model.prompts.drops_reasoning)
-        earlier = self._history.note(call.caller.tenant.id, outline)
-        if not request.body.cache_report and call.headers.get("x-radixgate-cache-report", "0") != "1":
-            return None
-        return ReportRequest(segments, outline, earlier)
+        wanted = request.body.cache_report or call.headers.get("x-radixgate-cache-report", "0") == "1"
+        return Diagnosis(segments, outline, self._history.note(call.caller.tenant.id, outline), wanted)
 
 
 def chat_route(chat: ChatCompletions) -> HTTPRouteHandler:

@@ -17,6 +17,7 @@ from typing import Literal
 
 from engine.errors import InvalidRequestError, RadixgateError, UnsupportedParameterError
 from engine.protocol import Segment
+from gateway.answering import may_cache
 from gateway.chat_request import ChatRequest
 from gateway.engine_port import Engine
 from gateway.openai_types import (
@@ -166,9 +167,11 @@ class ChatRetriever:
         if not query.strip():
             raise InvalidRequestError("The last user message, which is searched for, is empty.", param="messages")
         if wanted.rewrite_query:
-            query = await rewrite_query(self._engine, model, tenant, scopes, messages, query)
+            use_cache = may_cache(request.body, tenant)
+            query = await rewrite_query(self._engine, model, tenant, scopes, messages, query, use_cache=use_cache)
         system = [message for message in messages if message.role == "system"]
-        service.prefill.saw_prompt(tenant.id, system, scopes)
+        if may_cache(request.body, tenant):
+            service.prefill.saw_prompt(tenant.id, system, scopes)
         found = await self._search(service, names, wanted, query, request, tenant, scopes, model)
         await service.popularity.load(tenant.id)
         earlier = await service.conversations.recall(tenant.id, scopes.own.scope, _pairs(messages))
@@ -212,7 +215,7 @@ class ChatRetriever:
                     rerank=wanted.ranking_options.ranker == "rerank",
                     score_threshold=wanted.ranking_options.score_threshold,
                 ),
-                on_candidate=prefill_best,
+                on_candidate=prefill_best if may_cache(request.body, tenant) else _no_guess,
             )
         finally:
             for task in speculation:
@@ -309,7 +312,11 @@ def _pairs(messages: Sequence[Message]) -> list[tuple[str, str]]:
     return [(message.role, message.text) for message in messages]
 
 
+def _no_guess(best: Found) -> None:
+    """A request that leaves nothing in the cache must not leave its guesses there."""
+
+
 async def _speculate(engine: Engine, tenant: str, segments: tuple[Segment, ...]) -> None:
-    """Prefills while the reranker still thinks; at the lowest priority, and stopped when it has decided."""
+    """Prefills while the reranker still thinks, if the engine is idle; stopped when it has decided."""
     with suppress(RadixgateError):
         await prefill(engine, tenant, segments)

@@ -8,7 +8,7 @@ import msgspec
 
 from engine.protocol import DrawnToken, PromptAccount
 from gateway.answer import CompletionHeader, GeneratedText
-from gateway.cache_report import CacheReport, ReportRequest
+from gateway.cache_report import CacheReport, Diagnosis
 from gateway.chat_documents import ChatDocuments
 from gateway.logprob_objects import chat_logprobs
 from gateway.openai_types import (
@@ -33,23 +33,24 @@ class ChatForm:
         self,
         header: CompletionHeader,
         documents: ChatDocuments,
-        report: ReportRequest | None,
+        diagnosis: Diagnosis,
         *,
         include_usage: bool,
         has_logprobs: bool,
     ) -> None:
         self._header = header
         self._documents = documents
-        self._report_request = report
+        self._diagnosis = diagnosis
         self._report: CacheReport | None = None
         self._include_usage = include_usage
         self._has_logprobs = has_logprobs
 
-    async def begin(self, account: PromptAccount, document_order: tuple[int, ...] | None) -> None:
+    async def begin(self, account: PromptAccount, document_order: tuple[int, ...] | None) -> tuple[str, ...]:
         self._documents.settle(document_order)
-        if self._report_request is not None:
-            self._report = self._report_request.make(account, document_order)
+        hints = self._diagnosis.hints(account)
+        self._report = self._diagnosis.report(account, document_order, hints)
         await self._documents.remember()
+        return tuple(hint.code for hint in hints)
 
     def whole(self, choices: Sequence[GeneratedText], usage: Usage) -> bytes:
         header = self._header

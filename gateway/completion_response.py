@@ -24,8 +24,9 @@ class CompletionForm:
         self._has_logprobs = has_logprobs
         self._columns: defaultdict[int, TextColumns] = defaultdict(TextColumns)
 
-    async def begin(self, account: PromptAccount, document_order: tuple[int, ...] | None) -> None:
-        """Nothing of it depends on where the prompt came from."""
+    async def begin(self, account: PromptAccount, document_order: tuple[int, ...] | None) -> tuple[str, ...]:
+        """Nothing of it depends on where the prompt came from, and what it is made of is not known."""
+        return ()
 
     def whole(self, choices: Sequence[GeneratedText], usage: Usage) -> bytes:
         return self._encode(

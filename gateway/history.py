@@ -58,6 +58,7 @@ class MissExample(msgspec.Struct, frozen=True, kw_only=True):
     document_id: str | None
     token: int
     token_in_segment: int
+    causes: tuple[str, ...] = ()
 
 
 class LossCounter(Protocol):
@@ -115,6 +116,7 @@ class HistoryWriter:
             document_id=record.miss.document_id,
             token=record.miss.token,
             token_in_segment=record.miss.token_in_segment,
+            causes=record.causes,
         )
         place = (who, miss_reason(record.account))
         self._examples.setdefault(place, deque(maxlen=EXAMPLES)).append(example)
@@ -183,6 +185,8 @@ def fields_of(record: RequestRecord) -> Iterator[tuple[str, int]]:
     yield "output", record.num_output_tokens
     for name, count in msgspec.structs.asdict(account).items():
         yield f"class.{name}", count
+    for code in record.causes:
+        yield f"cause.{code}", 1
     yield "saved_us", round(record.seconds_saved * 1e6)
     if record.time_to_first_token is not None:
         group = hit_class(account)

@@ -80,6 +80,10 @@ class Sums:
     def outcomes(self) -> dict[str, int]:
         return {name.removeprefix("outcome."): n for name, n in self.counts.items() if name.startswith("outcome.")}
 
+    def causes(self) -> dict[str, int]:
+        """Requests in which a common cause of misses was found, by its code."""
+        return {name.removeprefix("cause."): n for name, n in self.counts.items() if name.startswith("cause.")}
+
     def ttft_count(self, group: HitClass) -> int:
         return self.counts[f"ttft.{group}.n"]
 

@@ -1,12 +1,12 @@
 """Documents prefilled before anybody asks: `[system prompt][document]`, when the engine has nothing better to do.
 
-    ingested, pinned, warmed ──► queue of a tenant, most popular first ──► Submit, priority 100, one token
+    ingested, pinned, warmed ──► queue of a tenant, most popular first ──► Submit, when idle, one token
                                               behind the tenant's most used system prompts
 
-A request of priority 100 runs when no other waits, and its one token is thrown away; what stays is the KV of its
+Such a request runs only while nobody else is there, and its one token is thrown away; what stays is the KV of its
 prompt. The engine's cache order then begins with such a document, and a first question finds it warm.
 Each tenant has a budget of tokens per minute, so that an upload of a whole library neither keeps the device busy for
-an hour nor pushes everybody else's KV out.
+an hour nor pushes everybody else's KV out. Nothing is done for a tenant that leaves nothing in the cache.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.errors import RadixgateError
 from engine.protocol import SamplingParams, Segment, Submit
@@ -35,7 +37,6 @@ from retrieval.records import document_id_of
 
 logger = logging.getLogger(__name__)
 
-PRIORITY = 100
 _MAX_QUEUE = 2_000  # documents of a tenant
 _MAX_PROMPTS = 8  # system prompts that are remembered of a tenant
 _PROMPTS_AHEAD = 2  # of them, the most used are prefilled
@@ -55,7 +56,7 @@ class _Ahead:
 
     tokens_left: float
     refilled_at: float
-    queue: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])  # chunk ids
+    queue: OrderedDict[str, bool] = field(default_factory=OrderedDict[str, bool])  # chunk id → is it pinned
     prompts: OrderedDict[tuple[PromptScopes, tuple[Message, ...]], SystemPrompt] = field(
         default_factory=OrderedDict[tuple[PromptScopes, tuple[Message, ...]], SystemPrompt]
     )
@@ -70,6 +71,7 @@ class PrefillAhead:
         popularity: Popularity,
         pins: Pins,
         tokens_per_minute: int,
+        may_store: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -79,6 +81,7 @@ class PrefillAhead:
         self._pins = pins
         self._rate = tokens_per_minute / 60
         self._capacity = float(tokens_per_minute)
+        self._may_store = may_store
         self._clock = clock
         self._tenants: dict[str, _Ahead] = {}
         self._wake = asyncio.Event()
@@ -105,12 +108,13 @@ class PrefillAhead:
             prompts.popitem(last=False)
         self._wake.set()
 
-    def offer(self, tenant: str, chunk_ids: Sequence[str]) -> int:
-        """Queues passages. How many are queued now."""
+    def offer(self, tenant: str, chunk_ids: Iterable[str], *, pinned: bool = False) -> int:
+        """Queues passages; of pinned ones the KV is kept on disk. How many are queued now."""
         if not self._capacity:
             return 0
         queue = self._of(tenant).queue
-        queue.update(dict.fromkeys(chunk_ids))
+        for chunk_id in chunk_ids:
+            queue[chunk_id] = pinned or queue.get(chunk_id, False)
         while len(queue) > _MAX_QUEUE:
             queue.popitem()
         self._wake.set()
@@ -125,6 +129,8 @@ class PrefillAhead:
         """Prefills one document behind the tenant's system prompts. False: nothing to do, or nothing left to spend."""
         for tenant, ahead in self._tenants.items():
             self._refill(ahead)
+            if not self._may_store(tenant):
+                ahead.queue.clear()
             if ahead.queue and ahead.prompts and ahead.tokens_left > 0:
                 await self._prefill_next(tenant, ahead)
                 return True
@@ -132,19 +138,21 @@ class PrefillAhead:
 
     async def _prefill_next(self, tenant: str, ahead: _Ahead) -> None:
         chunk_id = max(ahead.queue, key=lambda each: self._popularity.rank(tenant, document_id_of(each)))
-        del ahead.queue[chunk_id]
+        pinned = ahead.queue.pop(chunk_id)
         chunks = await self._library.chunks(tenant, [chunk_id])
         prompts = sorted(ahead.prompts.values(), key=lambda each: -each.uses)[:_PROMPTS_AHEAD]
         for chunk in chunks:  # none, if it was deleted meanwhile
             document = Document(chunk.document_id, chunk.title, chunk.text)
             for prompt in prompts:
-                ahead.tokens_left -= await self._prefill(tenant, prompt, document)
+                ahead.tokens_left -= await self._prefill(tenant, prompt, document, pinned=pinned)
 
-    async def _prefill(self, tenant: str, prompt: SystemPrompt, document: Document) -> int:
+    async def _prefill(self, tenant: str, prompt: SystemPrompt, document: Document, *, pinned: bool) -> int:
         """The tokens that had to be computed."""
         model = await self._models.current()
         segments = await asyncio.to_thread(model.prompts.build_head, prompt.messages, document, prompt.scopes)
-        return await prefill(self._engine, tenant, segments)
+        head, last = segments[:-1], segments[-1:]
+        kept = tuple(msgspec.structs.replace(segment, pinned=pinned) for segment in last)
+        return await prefill(self._engine, tenant, (*head, *kept))
 
     def _of(self, tenant: str) -> _Ahead:
         ahead = self._tenants.get(tenant)
@@ -173,7 +181,7 @@ class PrefillAhead:
             await asyncio.sleep(_REWARM_SECONDS)
             with suppress(RetrievalError):
                 for tenant in self._tenants:
-                    self.offer(tenant, sorted(await self._pins.of(tenant)))
+                    self.offer(tenant, sorted(await self._pins.chunks(tenant)), pinned=True)
 
 
 async def prefill(engine: Engine, tenant: str, segments: tuple[Segment, ...]) -> int:
@@ -183,7 +191,8 @@ async def prefill(engine: Engine, tenant: str, segments: tuple[Segment, ...]) ->
         tenant_id=tenant,
         segments=segments,
         sampling=SamplingParams(max_tokens=1, temperature=0.0),
-        priority=PRIORITY,
+        when_idle=True,
+        counted=False,
     )
     computed = num_tokens(segments)
     async with aclosing(engine.generate(submit)) as deltas:

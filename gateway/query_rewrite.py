@@ -27,7 +27,14 @@ _MAX_CHARACTERS = 2_000  # of a message
 
 
 async def rewrite_query(
-    engine: Engine, model: ServedModel, tenant: Tenant, scopes: PromptScopes, messages: Sequence[Message], question: str
+    engine: Engine,
+    model: ServedModel,
+    tenant: Tenant,
+    scopes: PromptScopes,
+    messages: Sequence[Message],
+    question: str,
+    *,
+    use_cache: bool,
 ) -> str:
     """The question itself when the model has nothing to say. Raises `RadixgateError`."""
     turns = [message for message in messages if message.role != "system"][-_MAX_MESSAGES:]
@@ -41,6 +48,9 @@ async def rewrite_query(
         tenant_id=tenant.id,
         segments=segments,
         sampling=SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0, stop=("\n",), min_tokens=1),
+        policy=tenant.record.policy.for_engine(),
+        priority=tenant.record.policy.priority,
+        use_cache=use_cache,
     )
     parts: list[str] = []
     async with aclosing(engine.generate(submit)) as deltas:

@@ -33,6 +33,7 @@ class RequestContext:
     model: str = ""
     stream: bool = False
     segments: tuple[Segment, ...] = ()  # in the order of the prompt, once the account is there
+    causes: tuple[str, ...] = ()  # codes of the hints why its prompt was computed
     timing: RequestTiming = field(default_factory=RequestTiming)
 
 

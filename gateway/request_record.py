@@ -66,6 +66,7 @@ class RequestRecord:
     traceparent: str  # as the caller sent it; "": none
     token_intervals: Sequence[float]
     miss: MissPoint | None
+    causes: tuple[str, ...]  # codes of `gateway/cache_report.py`
     documents: tuple[DocumentShare, ...]
 
 

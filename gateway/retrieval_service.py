@@ -8,7 +8,7 @@ Popularity, Conversations, Erasure
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from redis.asyncio import Redis
 
@@ -33,8 +33,15 @@ from retrieval.searcher import Searcher
 
 class RetrievalService:
     def __init__(
-        self, settings: RetrievalSettings, redis: Redis, embedder: Embedder, engine: Engine, models: ServedModels
+        self,
+        settings: RetrievalSettings,
+        redis: Redis,
+        embedder: Embedder,
+        engine: Engine,
+        models: ServedModels,
+        may_store: Callable[[str], bool],
     ) -> None:
+        """`may_store`: whether a tenant's KV may be kept."""
         self.settings = settings
         self.auto_chunking = Chunking(max_tokens=settings.chunk_tokens, overlap_tokens=settings.chunk_overlap_tokens)
         self.embedder = embedder
@@ -46,10 +53,10 @@ class RetrievalService:
         self.searcher = Searcher(self.library, self.indexes, embedder, settings.operator_tenant)
         self.popularity = Popularity(commands)
         self.conversations = Conversations(commands)
-        self.pins = Pins(commands)
+        self.pins = Pins(commands, self.library)
         self.erasure = Erasure(engine, commands)
         self.prefill = PrefillAhead(
-            engine, models, self.library, self.popularity, self.pins, settings.prefill_tokens_per_minute
+            engine, models, self.library, self.popularity, self.pins, settings.prefill_tokens_per_minute, may_store
         )
         parser = ParserProcess(timeout_seconds=settings.parse_seconds, memory_bytes=settings.parse_memory)
         self.ingestor = Ingestor(self.library, parser, embedder, self._tokenizer, self._ingested)

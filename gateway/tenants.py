@@ -105,6 +105,11 @@ class TenantDirectory:
     def tenant(self, tenant_id: str) -> Tenant | None:
         return self._tenants.get(tenant_id)
 
+    def may_store(self, tenant_id: str) -> bool:
+        """Whether its KV may be kept; of an unknown tenant it may not."""
+        tenant = self.tenant(tenant_id)
+        return tenant is not None and not tenant.record.policy.no_store
+
     def tenants(self) -> list[Tenant]:
         return list(self._tenants.values())
 

@@ -28,7 +28,13 @@ def vector_store_search_routes(
         return tuple(
             [
                 await rewrite_query(
-                    engine, model, tenant, PromptScopes.only(tenant.scope, tenant.owner), [Message("user", text)], text
+                    engine,
+                    model,
+                    tenant,
+                    PromptScopes.only(tenant.scope, tenant.owner),
+                    [Message("user", text)],
+                    text,
+                    use_cache=not tenant.record.policy.no_store,
                 )
                 for text in texts
             ]

@@ -110,7 +110,7 @@ class CollectionIndex:
             entries.append(Entry(key, file.number, chunk.title, chunk.text))
         if chunks:
             vectors = np.stack([np.frombuffer(chunk.vector, np.float32) for chunk in chunks])
-            self._vectors.add(file.keys, vectors)
+            self._vectors.add(file.keys, vectors, file.number)
         self._words.change(entries, stale)
         self._files[member.file_id] = file
 
@@ -132,16 +132,14 @@ class CollectionIndex:
     ) -> list[Found]:
         """The `k` best passages, of different texts, from files whose attributes `keep` lets pass."""
         weights = weights or Weights()
-        files = None if keep is None else [file for file in self._files.values() if keep(file.attributes)]
-        keys = None if files is None else {key for file in files for key in file.keys}
+        files = None if keep is None else [file.number for file in self._files.values() if keep(file.attributes)]
         num_candidates = max(_MIN_CANDIDATES, _CANDIDATES * k)
         rankings: list[tuple[list[int], float]] = []
         if weights.vector > 0:
-            near = self._vectors.search(vector, num_candidates, keys)
+            near = self._vectors.search(vector, num_candidates, files)
             rankings.append(([key for key, _ in near], weights.vector))
         if weights.text > 0:
-            numbers = None if files is None else [file.number for file in files]
-            worded = self._words.search(text, num_candidates, numbers)
+            worded = self._words.search(text, num_candidates, files)
             rankings.append(([key for key, _ in worded], weights.text))
         return self._distinct(fuse(rankings), k)
 

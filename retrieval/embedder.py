@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
+import math
 import os
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -55,7 +56,9 @@ class _Encoder(Protocol):
 
 
 class _Scorer(Protocol):
-    def predict(self, inputs: list[tuple[str, str]], *, show_progress_bar: bool) -> Floats: ...
+    def predict(
+        self, inputs: list[tuple[str, str]], *, activation_fn: Callable[[object], object], show_progress_bar: bool
+    ) -> Floats: ...
 
 
 class Model(Protocol):
@@ -180,6 +183,10 @@ class SentenceTransformerModel:
         directory = path or str(default_model_dir())
         self._model = SentenceTransformer(directory)
         self._reranker = CrossEncoder(reranker) if reranker else None
+        if self._reranker is not None and self._reranker.num_labels != 1:
+            raise ValueError(
+                f"retrieval.reranker: {reranker} has {self._reranker.num_labels} labels; a reranker has one, its score"
+            )
         dimension, max_tokens = self._model.get_embedding_dimension(), self._model.max_seq_length
         assert dimension is not None, "every embedding model has one"
         self._info = EmbedderInfo(
@@ -209,11 +216,10 @@ class SentenceTransformerModel:
     def rerank(self, query: str, texts: Sequence[str]) -> list[float]:
         assert self._reranker is not None, "the server has looked"
         scorer = cast("_Scorer", self._reranker)
-        scores = scorer.predict([(query, text) for text in texts], show_progress_bar=False)
-        logits: Floats = np.asarray(scores, np.float32).reshape(len(texts), -1)[:, 0]
-        # Models with one label end in a sigmoid of their own; raw logits would leave 0 to 1.
-        bounded = logits if logits.min() >= 0 and logits.max() <= 1 else 1 / (1 + np.exp(-logits))
-        return [float(score) for score in bounded]
+        pairs = [(query, text) for text in texts]
+        # Logits, whatever the model's own last step is: a score must mean the same for every query and model.
+        logits = scorer.predict(pairs, activation_fn=lambda logits: logits, show_progress_bar=False)
+        return [(1 + math.tanh(float(logit) / 2)) / 2 for logit in logits]  # a sigmoid that cannot overflow
 
     def _windows(self, texts: Sequence[str]) -> tuple[list[str], list[int], list[int]]:
         """Windows of all texts, the text that each belongs to, and the tokens of each text."""
@@ -277,7 +283,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    model = SentenceTransformerModel(arguments.model, arguments.reranker, arguments.threads)
+    try:
+        model = SentenceTransformerModel(arguments.model, arguments.reranker, arguments.threads)
+    except ValueError as error:
+        raise SystemExit(f"the embedder cannot start: {error}") from error
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as socket:
         socket.bind(arguments.endpoint)
         logger.info("embedding with %s", model.info.model)

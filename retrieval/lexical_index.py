@@ -72,7 +72,7 @@ class LexicalIndex:
             of_files = tantivy.Query.const_score_query(tantivy.Query.term_set_query(self._schema, "file", files), 0.0)
             wanted = tantivy.Query.boolean_query([(tantivy.Occur.Must, wanted), (tantivy.Occur.Must, of_files)])
         searcher = self._index.searcher()
-        hits = searcher.search(wanted, k).hits
+        hits = searcher.search(wanted, k, count=False).hits  # counting would score every match, not only the best
         keys = searcher.fast_field_values("key", [address for _, address in hits])
         return [(int(key), float(score)) for key, (score, _) in zip(keys, hits, strict=True) if key is not None]
 

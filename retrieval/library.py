@@ -41,6 +41,8 @@ from retrieval.records import (
 )
 from retrieval.redis_commands import RedisCommands, Value
 
+COLLECTION_PREFIX = "vs_"
+
 # Commands in one round trip; more would hold a connection for long.
 _AT_ONCE = 500
 
@@ -136,7 +138,7 @@ class Library:
         self, tenant: str, name: str, description: str, metadata: dict[str, str], *, public: bool = False
     ) -> CollectionRecord:
         record = CollectionRecord(
-            id=f"vs_{secrets.token_hex(12)}",
+            id=f"{COLLECTION_PREFIX}{secrets.token_hex(12)}",
             name=name,
             description=description,
             created_at=int(time.time()),

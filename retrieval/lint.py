@@ -5,12 +5,16 @@
 
 A prefix is shared up to the first token that differs; so what is volatile belongs behind what is not: dates, ids,
 names of users into the last message.
+
+Before prompts are sent, only what is volatile by its looks can be named (`lint`, and `first_volatile`). Where two
+prompts are known to differ, less is enough: a bare "14:22" there is a time (`volatile_at`). The command, the cache
+report and the dashboard all ask here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MONTH = "(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
@@ -44,7 +48,19 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ),
     ("unfilled template", r"\{\{ ?\w+ ?\}\}|\$\{\w+\}|<%= ?\w+ ?%>"),
 )
-_PATTERN = re.compile("|".join(f"(?P<k{i}>{pattern})" for i, (_, pattern) in enumerate(_KINDS)), re.IGNORECASE)
+# Volatile where two prompts part. Elsewhere they may be anything: a date of publication, opening hours, a price.
+_SUSPECTS: tuple[tuple[str, str], ...] = (
+    *_KINDS,
+    ("today's date", r"\d{4}-\d\d-\d\d|\b\d{1,2}[./]\d{1,2}[./]\d{2,4}\b"),
+    (
+        "today's date",
+        rf"\b{_MONTH}\.? +\d{{1,2}}(?:,? +\d{{4}})?\b|\b\d{{1,2}} +{_MONTH}\.?(?: +\d{{4}})?\b|\b{_DAY}\b",
+    ),
+    ("time of day", r"\b\d{1,2}:\d\d(?::\d\d)?\b(?: ?[ap]m)?"),
+    ("id of a request or session", rf"\b(?=\w*\d){_HEX}{{12,}}\b"),
+)
+TIMES = frozenset({"date and time", "time of day", "today's date", "Unix time"})
+_WINDOW = 80  # characters around a difference that are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +77,37 @@ def lint(parts: Sequence[str]) -> list[Finding]:
     findings: list[Finding] = []
     behind = sum(map(len, parts))
     for i, part in enumerate(parts[:-1] if len(parts) > 1 else parts):
-        for kind, match in _volatile(part):
-            findings.append(Finding(kind, match[0], match.start(), i, behind - match.end()))
+        for match in _PATTERN.finditer(part):
+            findings.append(Finding(_kind(_KINDS, match), match[0], match.start(), i, behind - match.end()))
         behind -= len(part)
     return findings
 
 
-def _volatile(text: str) -> Iterator[tuple[str, re.Match[str]]]:
-    for match in _PATTERN.finditer(text):
-        assert match.lastgroup is not None, "every alternative is a group"
-        yield _KINDS[int(match.lastgroup[1:])][0], match
+def first_volatile(text: str) -> Finding | None:
+    """What makes a text volatile by its looks alone, if anything does."""
+    return next((_finding(_KINDS, match, len(text)) for match in _PATTERN.finditer(text)), None)
+
+
+def volatile_at(text: str, position: int) -> Finding | None:
+    """What stands where a text is known to part from another one."""
+    start = max(0, position - _WINDOW)
+    for match in _SUSPECT_PATTERN.finditer(text, start, position + _WINDOW):
+        if match.start() <= position <= match.end():
+            return _finding(_SUSPECTS, match, len(text))
+    return None
+
+
+def _finding(kinds: tuple[tuple[str, str], ...], match: re.Match[str], length: int) -> Finding:
+    return Finding(_kind(kinds, match), match[0], match.start(), 0, length - match.end())
+
+
+def _kind(kinds: tuple[tuple[str, str], ...], match: re.Match[str]) -> str:
+    assert match.lastgroup is not None, "every alternative is a group"
+    return kinds[int(match.lastgroup[1:])][0]
+
+
+def _compiled(kinds: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?P<k{i}>{pattern})" for i, (_, pattern) in enumerate(kinds)), re.IGNORECASE)
+
+
+_PATTERN, _SUSPECT_PATTERN = _compiled(_KINDS), _compiled(_SUSPECTS)

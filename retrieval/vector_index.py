@@ -1,6 +1,7 @@
 """Nearest vectors of one collection: exact while it is small, a graph (usearch) beside the rows when it is not.
 
     rows    float32 [capacity, dimension], dense: a removed row's place is taken by the last     always, the truth
+    files   int64 [capacity]: whose row it is; a filter names files
     graph   usearch HNSW in float16, fed from `backlog` in steps                                  above `exact_below`
 
 One matrix product over 20,000 rows takes about a millisecond, less than the graph's recall is worth. Above that the
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,7 @@ class VectorIndex:
         self._dimension = dimension
         self._rows: Floats = np.zeros((_FIRST_CAPACITY, dimension), np.float32)
         self._keys: NDArray[np.int64] = np.zeros(_FIRST_CAPACITY, np.int64)
+        self._files: NDArray[np.int64] = np.zeros(_FIRST_CAPACITY, np.int64)
         self._row_of: dict[int, int] = {}
         self._graph: Index | None = None
         self._backlog: deque[int] = deque()
@@ -44,12 +47,12 @@ class VectorIndex:
         """Rows that the graph still lacks."""
         return len(self._backlog)
 
-    def add(self, keys: Sequence[int], vectors: Floats) -> None:
-        """`vectors`: [len(keys), dimension], normalised."""
+    def add(self, keys: Sequence[int], vectors: Floats, file: int) -> None:
+        """`vectors`: [len(keys), dimension], normalised; all of one file, whose number is not negative."""
         start, end = len(self), len(self) + len(keys)
         self._reserve(end)
         self._rows[start:end] = vectors
-        self._keys[start:end] = keys
+        self._keys[start:end], self._files[start:end] = keys, file
         self._row_of.update(zip(keys, range(start, end), strict=True))
         if self._graph is not None:
             self._backlog.extend(keys)
@@ -62,7 +65,7 @@ class VectorIndex:
             row, last = self._row_of.pop(key), len(self._row_of)
             if row != last:
                 moved = int(self._keys[last])
-                self._rows[row], self._keys[row] = self._rows[last], moved
+                self._rows[row], self._keys[row], self._files[row] = self._rows[last], moved, self._files[last]
                 self._row_of[moved] = row
             if self._graph is not None and key in self._graph:
                 self._graph.remove(key)
@@ -76,16 +79,22 @@ class VectorIndex:
         if rows:
             self._graph.add(self._keys[rows].astype(np.uint64), self._rows[rows], threads=1)
 
-    def search(self, query: Floats, k: int, allowed: Collection[int] | None = None) -> list[tuple[int, float]]:
-        """The `k` nearest keys, best first, with their cosine similarities; of `allowed` only, if given."""
-        if allowed is not None and len(allowed) <= self._exact_below:
-            return self._exact(query, k, np.fromiter((self._row_of[key] for key in allowed), np.int64, len(allowed)))
-        if self._graph is not None and not self._backlog:
-            found = self._walk(query, k, allowed)
-            if len(found) >= min(k, len(self) if allowed is None else len(allowed)):
+    def search(self, query: Floats, k: int, files: Sequence[int] | None = None) -> list[tuple[int, float]]:
+        """The `k` nearest keys, best first, with their cosine similarities; of `files` only, if given."""
+        is_wanted = None if files is None else self._wanted(files)  # by row
+        num_wanted = len(self) if is_wanted is None else int(np.count_nonzero(is_wanted))
+        if self._graph is not None and not self._backlog and num_wanted > self._exact_below:
+            found = self._walk(query, k, is_wanted)
+            if len(found) >= min(k, num_wanted):
                 return found
-        rows = None if allowed is None else np.fromiter((self._row_of[key] for key in allowed), np.int64, len(allowed))
-        return self._exact(query, k, rows)
+        return self._exact(query, k, None if is_wanted is None else np.flatnonzero(is_wanted))
+
+    def _wanted(self, files: Sequence[int]) -> NDArray[np.bool_]:
+        """Of each row, whether it belongs to one of these files."""
+        highest = max(int(self._files.max()), max(files, default=0))  # a file may have no rows
+        chosen: NDArray[np.bool_] = np.zeros(highest + 1, np.bool_)
+        chosen[np.asarray(files, np.int64)] = True
+        return chosen[self._files[: len(self)]]
 
     def _exact(self, query: Floats, k: int, rows: NDArray[np.int64] | None) -> list[tuple[int, float]]:
         num_rows = len(self) if rows is None else len(rows)
@@ -98,12 +107,13 @@ class VectorIndex:
         found = best if rows is None else rows[best]
         return [(int(key), float(score)) for key, score in zip(self._keys[found], scores[best], strict=True)]
 
-    def _walk(self, query: Floats, k: int, allowed: Collection[int] | None) -> list[tuple[int, float]]:
+    def _walk(self, query: Floats, k: int, is_wanted: NDArray[np.bool_] | None) -> list[tuple[int, float]]:
         assert self._graph is not None, "the caller has looked"
-        matches = self._graph.search(query, k if allowed is None else k * _OVERFETCH, threads=1)
+        matches = self._graph.search(query, k if is_wanted is None else k * _OVERFETCH, threads=1)
         # usearch's inner-product distance is 1 - similarity.
         pairs = zip(matches.keys.tolist(), matches.distances.tolist(), strict=True)
-        return [(int(key), 1.0 - float(far)) for key, far in pairs if allowed is None or key in allowed][:k]
+        wanted = (pair for pair in pairs if is_wanted is None or is_wanted[self._row_of[pair[0]]])
+        return [(int(key), 1.0 - float(far)) for key, far in islice(wanted, k)]
 
     def _reserve(self, num_rows: int) -> None:
         capacity = len(self._keys)
@@ -112,3 +122,4 @@ class VectorIndex:
         more = max(num_rows, 2 * capacity) - capacity
         self._rows = np.concatenate([self._rows, np.zeros((more, self._dimension), np.float32)])
         self._keys = np.concatenate([self._keys, np.zeros(more, np.int64)])
+        self._files = np.concatenate([self._files, np.zeros(more, np.int64)])

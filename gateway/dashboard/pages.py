@@ -14,6 +14,7 @@ from typing import TypeVar
 from engine.errors import EngineUnavailableError, StoreUnavailableError
 from engine.protocol import CacheView
 from engine.settings import UsageSettings
+from gateway.cache_report import ADVICE
 from gateway.dashboard.drawings import draw_blocks, draw_tree
 from gateway.engine_port import Engine
 from gateway.history_reader import MISS_REASONS, HistoryReader, Point, Span, Sums, total
@@ -70,6 +71,7 @@ class Pages:
             "ttft_rows": [_ttft_row(sums, group) for group in HIT_CLASSES],
             "token_chart": _token_chart(points),
             "misses": _miss_rows(sums),
+            "causes": _cause_rows(sums),
             "examples": {reason: examples.get(reason, []) for reason in MISS_REASONS},
             "documents": await _or_none(self._history.documents(who, 10)) or [],
         }
@@ -178,6 +180,11 @@ def _ttft_row(sums: Sums, group: HitClass) -> dict[str, object]:
         "p50": sums.ttft_quantile(group, 0.5),
         "p95": sums.ttft_quantile(group, 0.95),
     }
+
+
+def _cause_rows(sums: Sums) -> list[dict[str, object]]:
+    rows = sorted(sums.causes().items(), key=lambda row: (-row[1], row[0]))
+    return [{"code": code, "requests": count, "advice": ADVICE[code]} for code, count in rows if code in ADVICE]
 
 
 def _miss_rows(sums: Sums) -> list[dict[str, object]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.document_order import DocumentPopularity, order_documents
-from engine.prefix_index import PrefixIndex
+from engine.document_order import MAX_LOOKS, DocumentPopularity, order_documents
+from engine.prefix_index import KEY_BYTES, Place, PrefixIndex
 from engine.protocol import Segment, SegmentKind
 from engine.scoped_tokens import ScopedTokens
 
@@ -50,9 +51,15 @@ class Tree:
         sequence = self.sequence([SYSTEM, *(document(n, length) for n in numbers), QUESTION])
         return self.index.match_prefix(sequence, len(sequence)).num_tokens
 
-    def order(self, numbers: list[int], pin_top: int = 0, length: int = 9) -> list[int]:
+    def order(
+        self,
+        numbers: list[int],
+        pin_top: int = 0,
+        length: int = 9,
+        is_below: Callable[[bytes], bool] | None = None,
+    ) -> list[int]:
         segments = [SYSTEM, *(document(n, length) for n in numbers), QUESTION]
-        ordered = order_documents(segments, self.index, self.popularity, "t", pin_top)
+        ordered = order_documents(segments, self.index, self.popularity, pin_top, is_below)
         assert ordered.segments == (SYSTEM, *(segments[1 + i] for i in ordered.order), QUESTION)
         return [numbers[i] for i in ordered.order]
 
@@ -91,13 +98,13 @@ def test_the_best_documents_may_be_pinned_next_to_the_question() -> None:
 def test_documents_of_different_scopes_stay_as_given() -> None:
     tree = Tree()
     segments = [SYSTEM, document(2), document(1, scope=OTHER)]
-    ordered = order_documents(segments, tree.index, tree.popularity, "t")
+    ordered = order_documents(segments, tree.index, tree.popularity)
     assert (ordered.segments, ordered.order) == (tuple(segments), (0, 1))
 
 
 def test_a_prompt_without_documents_is_left_alone() -> None:
     tree = Tree()
-    assert order_documents([SYSTEM, QUESTION], tree.index, tree.popularity, "t").order == ()
+    assert order_documents([SYSTEM, QUESTION], tree.index, tree.popularity).order == ()
 
 
 @given(
@@ -118,19 +125,51 @@ def test_no_order_finds_more(past: list[list[int]], numbers: list[int], count: i
     assert found >= best - BLOCK
 
 
-def test_the_search_is_bounded_when_every_order_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    looks: list[None] = []
+    follow = PrefixIndex.follow
+
+    def counted(self: PrefixIndex, place: Place, tokens: bytes, scope: bytes) -> Place:
+        looks.append(None)
+        return follow(self, place, tokens, scope)
+
+    monkeypatch.setattr(PrefixIndex, "follow", counted)
+    return looks
+
+
+def test_a_path_through_all_documents_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = Tree()
     for order in itertools.permutations(range(5)):
         tree.put(list(order))
-    calls = 0
-    original = PrefixIndex.extend_match
-
-    def counted(*args: object, **options: object) -> object:
-        nonlocal calls
-        calls += 1
-        return original(*args, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(PrefixIndex, "extend_match", counted)
+    looks = count_looks(monkeypatch)
     order = tree.order(random.Random(1).sample(range(5), 5))
-    assert calls <= 128
+    assert len(looks) == 1 + 5  # the system prompt, and each document once
     assert tree.cached(tuple(order)) == 10 + 5 * 9 + 2 - 1
+
+
+def test_only_documents_that_the_tree_goes_on_with_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = Tree()
+    tree.put([5, 2])
+    looks = count_looks(monkeypatch)
+    assert tree.order([1, 2, 3, 4, 5, 6]) == [5, 2, 1, 3, 4, 6]
+    assert len(looks) == 1 + 2
+
+
+def test_the_search_is_bounded_where_no_path_has_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = Tree()
+    for order in itertools.permutations(range(1, 7), 4):
+        tree.put(list(order))
+    looks = count_looks(monkeypatch)
+    order = tree.order([1, 2, 3, 4, 5, 6])
+    assert len(looks) <= 1 + MAX_LOOKS
+    assert tree.cached(tuple(order)) >= 10 + 4 * 9 - BLOCK
+
+
+def test_a_path_that_lies_in_a_tier_below_is_found_by_its_keys() -> None:
+    tree, empty = Tree(), Tree()
+    tree.put([3, 1])
+    tree.put([2])
+    keys = {node.keys[at : at + KEY_BYTES] for node in tree.index.nodes() for at in range(0, len(node.keys), KEY_BYTES)}
+    assert empty.order([1, 2, 3], is_below=keys.__contains__) == [3, 1, 2]
+    empty.put([2, 1])  # what the device has and what is below count alike
+    assert empty.order([1, 2, 3], is_below=keys.__contains__) == [2, 1, 3]

@@ -151,6 +151,19 @@ def test_an_evicted_prompt_is_computed_again_and_says_so() -> None:
     assert harness.tokens_of(name) == expect(list(range(20)), 2)
 
 
+def test_reuse_goes_to_the_last_token_of_a_document_across_its_seam() -> None:
+    """LMCache#4667: a chunk's worth of reuse lost at every seam. Here 5 + 9 + 9 tokens end inside a block of 4."""
+    harness = Harness()
+    for name, order in (("first", [1, 2, 3]), ("other end", [1, 2, 4]), ("other middle", [1, 5, 3])):
+        harness.engine.add_request(msgspec.structs.replace(documents_of(order, name), document_order="given"))
+        harness.run()
+        prompt = [7] * 5 + [20 * n + i for n in order for i in range(9)] + [200, 201]
+        assert harness.tokens_of(name) == expect(prompt, 3)
+    assert harness.accounts["other end"].num_cached_tokens == 5 + 9 + 9
+    assert harness.accounts["other middle"].num_cached_tokens == 5 + 9
+    harness.check()
+
+
 def documents_of(order: list[int], name: str) -> Submit:
     texts = {
         number: Segment.of(SegmentKind.DOCUMENT, range(20 * number, 20 * number + 9), SCOPE_A, f"d{number}")

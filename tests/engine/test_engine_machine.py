@@ -31,9 +31,18 @@ class EngineMachine(RuleBasedStateMachine):
         public=st.sampled_from([0, 6]),
         use_cache=st.booleans(),
         siblings=st.sampled_from([0, 0, 1, 2]),
+        when_idle=st.booleans(),
     )
     def submit(
-        self, head: int, tail: list[int], max_tokens: int, scope: bytes, public: int, use_cache: bool, siblings: int
+        self,
+        head: int,
+        tail: list[int],
+        max_tokens: int,
+        scope: bytes,
+        public: int,
+        use_cache: bool,
+        siblings: int,
+        when_idle: bool,
     ) -> None:
         prompt, leader = [*range(100, 100 + head), *tail], ""
         for sibling in range(1 + siblings):
@@ -46,6 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
                 use_cache=use_cache or tail[0] > 0,
                 sibling_of=leader,
                 seed=seed,
+                when_idle=when_idle and tail[0] > 1,
             )
             self.prompts[name] = (prompt, max_tokens - sibling % max_tokens, seed)
             leader = leader or name

@@ -106,6 +106,20 @@ def test_gdsf_keeps_what_is_hit_often_and_lets_old_popularity_fade() -> None:
     assert index.match_prefix(ScopedTokens.of([1], SCOPES["acme"], BLOCK, "acme"), 1).num_tokens == 0
 
 
+def test_gdsf_remembers_uses_of_what_had_to_go() -> None:
+    """A document that is asked for more often than another, but never twice before it has to go, was always new."""
+    index = PrefixIndex(BLOCK, policy="gdsf")
+    for _ in range(3):
+        put(index, "acme", [1], 10)
+        index.evict(1, "x")
+    put(index, "acme", [1, 5], 10)  # 1 was used three times before; 5, in the same run, is new
+    for _ in range(2):
+        put(index, "acme", [2], 20)
+    assert index.num_nodes == 3
+    assert list(index.evict(2, "x")) == [11, 20]
+    assert index.match_prefix(ScopedTokens.of([1], SCOPES["acme"], BLOCK, "acme"), 1).num_tokens == 1
+
+
 def test_novel_prompts_under_pressure_leave_nothing_behind_in_the_order() -> None:
     """dynamo#4429: the index grew until the host ran out of memory. Here, entries of evicted nodes did."""
     index = PrefixIndex(BLOCK)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.errors import InvalidRequestError
-from engine.prefix_index import MissReason, Node, PrefixIndex, PrefixMatch
-from engine.protocol import pack_tokens
+from engine.prefix_index import MissReason, Node, Place, PrefixIndex, PrefixMatch
+from engine.protocol import pack_tokens, unpack_tokens
 from engine.scoped_tokens import ScopedTokens
 
 BLOCK = 2
@@ -263,11 +263,20 @@ class IndexMachine(RuleBasedStateMachine):
             assert source.scopes[-1] in sequence.scopes_up_to(len(expected))
 
     @rule(data=st.data())
-    def going_on_from_a_match_is_the_match_of_the_whole(self, data: st.DataObject) -> None:
-        sequence, tokens = self.draw_sequence(data)
-        cut = data.draw(st.integers(0, len(tokens)))
-        whole = self.index.match_prefix(sequence, len(tokens))
-        assert self.index.extend_match(self.index.match_prefix(sequence, cut), sequence, len(tokens)) == whole
+    def a_place_that_is_followed_part_by_part_ends_where_the_match_does(self, data: st.DataObject) -> None:
+        private, cut = data.draw(SHORT_TOKENS), data.draw(st.integers(0, 9))
+        parts = [(data.draw(SHORT_TOKENS), PUBLIC), (private[:cut], A), (private[cut:], A)]
+        sequence = sequence_of(*parts, ([0], A))
+        length = len(sequence) - 1
+        found = self.index.match_prefix(sequence, length)
+        place = Place(self.index.root, 0, b"")
+        for tokens, scope in parts:
+            place = self.index.follow(place, pack_tokens(tokens), scope)
+        assert (place.node, place.blocks) == (found.node, found.node_blocks)
+        assert place.rest == pack_tokens(unpack_tokens(bytes(sequence.packed))[len(found.block_ids) * BLOCK : length])
+        assert self.index.is_cached(place, (PUBLIC, A)) == (found.num_tokens == length)
+        keys = self.index.chain_keys(self.index.place_key(place), sequence, len(found.block_ids), length // BLOCK)
+        assert not keys or keys[0] not in self.index.next_keys(place)
 
     def best_partial(self, sequence: ScopedTokens, tokens: list[int], limit: int, block: int) -> int:
         if limit <= block * BLOCK:

@@ -127,6 +127,56 @@ def test_the_request_that_arrived_last_is_preempted_and_waits_at_its_old_place()
     harness.check()
 
 
+def steps_of(harness: Harness, name: str) -> list[tuple[int, int]]:
+    """(first, end) of what each step computed of a request."""
+    sequences = [s for output in harness.runner.outputs for s in output.sequences]
+    return [(s.num_computed, s.end) for s in sequences if s.request_id == name]
+
+
+def test_idle_work_yields_to_the_first_who_comes_and_goes_on_where_it_was() -> None:
+    """Prefilling ahead must not slow anybody's stream, nor keep a block or a place from anybody."""
+    harness = Harness(num_blocks=64, block_size=4, token_budget=64, chunk=16, max_num_seqs=1)
+    prompt = list(range(100, 180))
+    harness.submit(prompt, max_tokens=1, name="ahead", when_idle=True)
+    harness.step()
+    harness.step()
+    assert steps_of(harness, "ahead") == [(0, 16), (16, 32)]
+    harness.submit([1, 2, 3], max_tokens=5, name="stream")
+    while "stream" not in harness.finished:
+        harness.step()
+        assert [s.request_id for s in harness.runner.outputs[-1].sequences] == ["stream"]
+        harness.check()
+    assert harness.engine.stats().num_preemptions == 0
+    harness.run()
+    assert steps_of(harness, "ahead")[2:] == [(32, 48), (48, 64), (64, 80)]
+    assert harness.tokens_of("ahead") == expected_output(prompt, 1, 255)
+    assert harness.accounts["ahead"].num_cached_tokens == 0
+
+
+def test_idle_work_waits_while_anybody_is_here() -> None:
+    harness = Harness(num_blocks=64, block_size=4, token_budget=64, chunk=16)
+    harness.submit([1, 2, 3], max_tokens=8, name="stream")
+    harness.submit(list(range(100, 120)), max_tokens=1, name="ahead", priority=-5, when_idle=True)
+    while "stream" not in harness.finished:
+        harness.step()
+        assert steps_of(harness, "ahead") == []
+    harness.run()
+    assert steps_of(harness, "ahead") == [(0, 16), (16, 20)]
+
+
+def test_a_question_does_not_wait_for_the_same_prompt_ahead_of_time() -> None:
+    """Who asks for what idle work is computing takes what is there and computes the rest itself."""
+    harness = Harness(num_blocks=64, block_size=4, token_budget=64, chunk=16)
+    prompt = list(range(100, 180))
+    harness.submit(prompt, max_tokens=1, name="ahead", when_idle=True)
+    harness.step()
+    harness.submit([*prompt, 7], max_tokens=1, name="question")
+    harness.run()
+    assert harness.accounts["question"].num_cached_tokens == 16
+    assert harness.tokens_of("question") == expected_output([*prompt, 7], 1, 255)
+    assert sum(end - first for first, end in steps_of(harness, "ahead")) == 16 + 1
+
+
 def test_a_budget_below_the_chunk_is_refused_because_such_a_prompt_would_never_start() -> None:
     with pytest.raises(ValueError, match="chunk"):
         Scheduler(SchedulerLimits(4, 18, 16), KVCacheManager(4, 4, bytes(16)))

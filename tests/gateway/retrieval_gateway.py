@@ -11,7 +11,7 @@ import pytest
 import redis
 from openai.types.chat import ChatCompletion
 
-from engine.settings import RetrievalSettings, ServerSettings, Settings
+from engine.settings import RetrievalSettings, ServerSettings, Settings, TenantSettings
 from retrieval.redis_commands import connect_store
 from tests.gateway.conftest import RunningGateway, run_gateway_thread
 from tests.gateway.fake_engine import MODEL, FakeEngine
@@ -69,6 +69,7 @@ def running(
     engine: FakeEngine | None = None,
     embedder: HashingEmbedder | None = None,
     keys: dict[str, str] | None = None,
+    tenants: list[TenantSettings] | None = None,
 ) -> Iterator[RetrievalGateway]:
     embedder = embedder or HashingEmbedder()
     # Tenants' keys are new with each gateway, their ids are not: nothing may be left of an earlier test.
@@ -79,6 +80,7 @@ def running(
         embedder=embedder,
         store_url=store_url,
         keys=keys,
+        tenants=tenants,
     )
     for gateway in gateways:
         yield RetrievalGateway(gateway, embedder)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from retrieval.lint import lint
 from tests.gateway.chat_templates import CHATML, THINKING
 from tests.gateway.conftest import RunningGateway, run_gateway_thread
 from tests.gateway.fake_engine import MODEL, FakeEngine
@@ -17,6 +18,16 @@ DOCUMENTS = [
     {"id": "sea", "text": "The sea is deep, and it is salt all the year round. " * 3},
 ]
 SYSTEM = "You are a careful assistant that answers from the documents only.\nTools: search\nTools: weather\n"
+
+
+VOLATILE = [
+    ("2026-11-29 08:15", "date and time", "timestamp_in_system_prompt"),
+    ("Today is 2026-11-29", "today's date", "timestamp_in_system_prompt"),
+    ("1767225600", "Unix time", "timestamp_in_system_prompt"),
+    ("session id: 8c1f22ab-x", "id of a request or session", "volatile_system_prompt"),
+    ("ann@example.org", "name or address of a user", "volatile_system_prompt"),
+    ("{{user_name}}", "unfilled template", "volatile_system_prompt"),
+]
 
 
 def report(
@@ -82,6 +93,26 @@ def test_the_report_comes_only_when_asked_for(gateway: RunningGateway) -> None:
             "reordered_system_prompt",
         ),
         (
+            {"system": f"It is 8:15 in Vienna.\n{SYSTEM}"},
+            {"system": f"It is 8:16 in Vienna.\n{SYSTEM}"},
+            "timestamp_in_system_prompt",
+        ),
+        (
+            {"system": f"The user is named Alice.\n{SYSTEM}"},
+            {"system": f"The user is named Robert.\n{SYSTEM}"},
+            "volatile_system_prompt",
+        ),
+        (
+            {"system": f"Request 123e4567-e89b-12d3-a456-426614174000.\n{SYSTEM}"},
+            {"system": f"Request 123e4567-e89b-12d3-a456-426614174001.\n{SYSTEM}"},
+            "volatile_system_prompt",
+        ),
+        (
+            {"system": 'Tools: [{"name": "search", "needs": "a query"}, {"name": "weather", "needs": "a place"}]'},
+            {"system": 'Tools: [{"name": "weather", "needs": "a place"}, {"name": "search", "needs": "a query"}]'},
+            "reordered_system_prompt",
+        ),
+        (
             {},
             {"system": "Something else entirely, and longer than a single block."},
             "system_prompt_changed",
@@ -113,6 +144,16 @@ def test_a_template_that_drops_an_answers_reasoning_is_named(template: str, expe
         assert "reasoning_in_history" not in codes(report(gateway, messages=turns, documents=[]))  # all of it is cached
 
 
+@pytest.mark.parametrize(("stamp", "kind", "code"), VOLATILE)
+def test_what_lint_finds_the_report_finds(gateway: RunningGateway, stamp: str, kind: str, code: str) -> None:
+    """One detector: what the command points at before a prompt is sent, a first request's report points at, too."""
+    system = f"Context: {stamp}. {SYSTEM}"
+    assert lint([system, "?"])[0].kind == kind
+    found = report(gateway, system=system, tenant="bob")
+    assert codes(found) == [code]
+    assert stamp in found["hints"][0]["message"]
+
+
 def test_nothing_is_hinted_where_everything_was_cached(gateway: RunningGateway) -> None:
     report(gateway)
     assert codes(report(gateway)) == []
@@ -123,6 +164,6 @@ def test_a_hint_never_comes_from_another_tenants_prompts(gateway: RunningGateway
     fresh = report(gateway, tenant="bob")
     for tenant in ("alice", "carol"):
         report(gateway, tenant=tenant, documents=DOCUMENTS[::-1])
-        report(gateway, tenant=tenant, system="Now: 08:15\n" + SYSTEM)
+        report(gateway, tenant=tenant, system="Today is 2026-11-29\n" + SYSTEM)
     dave = report(gateway, tenant="dave", cache_salt="x")
     assert codes(fresh) == codes(dave) == []

@@ -100,6 +100,27 @@ def test_a_tenant_sees_itself_and_the_figures_of_its_responses(operated: Running
             assert client.get(path).status_code == 200
 
 
+def test_a_time_stamp_at_the_head_of_a_system_prompt_is_named(operated: RunningGateway) -> None:
+    """open-chat-studio#3625, goose#2434: 0% for ever, and nothing said why. The page does, and quotes no prompt."""
+    for minute in (15, 16, 17):
+        system = {
+            "role": "system",
+            "content": f"It is 2026-11-29 08:{minute}. You help dave's customers, and are brief.",
+        }
+        ask(operated, "hi", "dave", messages=[system, {"role": "user", "content": "Where do I begin?"}])
+    with browser(operated, operated.keys["dave"]) as client:
+        operated.wait_until(lambda: figure(client.get("/dashboard").text, "requests") == "3")
+        page = client.get("/dashboard").text
+        row = re.search(r"<tr>[^\n]*timestamp_in_system_prompt[^\n]*</tr>", page)
+        assert row is not None
+        assert "<td>3</td>" in row[0]
+        assert "put dates and times at the prompt&#39;s end" in row[0]
+        assert "2026-11-29" not in page
+        assert re.search(r"<li>[^\n]*timestamp_in_system_prompt", page) is not None
+    with browser(operated, operated.keys["alice"]) as client:
+        assert "timestamp_in_system_prompt" not in client.get("/dashboard").text
+
+
 def test_a_tenant_cannot_reach_anothers_page_by_any_url(operated: RunningGateway) -> None:
     ask(operated, "a secret question", "bob")
     with browser(operated, operated.keys["alice"]) as client:

@@ -99,6 +99,18 @@ async def test_examples_say_where_a_prompt_diverged(client: StoreClient) -> None
     assert (await HistoryReader(client).examples("bob", 5))["diverged"] == []
 
 
+async def test_common_causes_are_counted_and_stand_beside_the_examples(client: StoreClient) -> None:
+    writer = HistoryWriter(client, 35, Losses())
+    for causes in (("timestamp_in_system_prompt", "evicted"), ("timestamp_in_system_prompt",), ()):
+        writer.request_finished(record(time=NOW, miss=miss(), causes=causes))
+    await writer.flush()
+    reader = HistoryReader(client)
+    causes = total(await reader.series("alice", DEFAULT_SPAN, NOW)).causes()
+    assert causes == {"timestamp_in_system_prompt": 2, "evicted": 1}
+    shown = [example.causes for example in (await reader.examples("alice", 5))["cold"]]
+    assert sorted(shown) == [(), ("timestamp_in_system_prompt",), ("timestamp_in_system_prompt", "evicted")]
+
+
 async def test_documents_are_bounded_and_ranked(client: StoreClient) -> None:
     """Document ids are the clients' to choose: a table of all of them would grow without end."""
     writer = HistoryWriter(client, 35, Losses())

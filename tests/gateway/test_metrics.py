@@ -57,6 +57,7 @@ def record(tenant: str = "alice", **changes: object) -> RequestRecord:
         "traceparent": "",
         "token_intervals": [0.01] * 6,
         "miss": None,
+        "causes": (),
         "documents": (),
         **changes,
     }

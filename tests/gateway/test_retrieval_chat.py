@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from threading import Barrier
 from typing import Any
 
 import httpx
@@ -13,7 +16,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from engine.protocol import SegmentKind
 from gateway.served_model import num_tokens
-from tests.gateway.conftest import new_keys
+from tests.gateway.conftest import four_tenants, new_keys
 from tests.gateway.fake_engine import BLOCK_SIZE, MODEL
 from tests.gateway.retrieval_gateway import (
     SETTINGS,
@@ -184,6 +187,41 @@ def test_deleting_a_file_erases_its_kv_and_says_how_much(retrieval: RetrievalGat
         assert (client.files.with_raw_response.list().http_response.json())["data"][0]["id"] != ids["rome.txt"]
 
 
+def test_files_that_are_deleted_while_others_ask_are_in_no_answer_that_began_later(store_url: str) -> None:
+    """Two gateways, a file deleted through either while both are asked: no error, and nothing that was gone already."""
+    flush(store_url)
+    keys = new_keys()
+    with running(store_url, keys=keys) as one, running(store_url, keys=keys) as two:
+        with one.client() as client:
+            store, ids = one.store_with(client, CITIES)
+        deleted: list[str] = []
+        together = Barrier(5)
+
+        def keep_asking(gateway: RetrievalGateway) -> int:
+            answers = 0
+            with gateway.client() as client:
+                together.wait(60)
+                while len(deleted) < len(CITIES) - 1:
+                    gone = set(deleted)
+                    found = {each["filename"] for each in documents_of(gateway.ask(client, ALL, store))}
+                    assert not found & gone
+                    answers += 1
+            return answers
+
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(keep_asking, gateway) for gateway in (one, two, one, two)]
+            together.wait(60)
+            for gateway, name in zip((one, two, one), list(ids)[:-1], strict=True):
+                with gateway.client() as client:
+                    client.files.delete(ids[name])
+                deleted.append(name)
+            assert all(each.result(60) for each in asking)
+        for gateway in (one, two):
+            with gateway.client() as client:
+                assert by_position(gateway.ask(client, ALL, store)) == [list(ids)[-1]]
+            gateway.gateway.wait_until(lambda gateway=gateway: not gateway.engine.running)
+
+
 def test_kv_of_a_deleted_file_is_erased_once_the_engine_is_back(retrieval: RetrievalGateway) -> None:
     """Lost in an engine's restart, the erasure would leave a deleted document in the persistent tiers."""
     with retrieval.client() as client:
@@ -270,12 +308,51 @@ def test_a_first_question_finds_its_document_warm(store_url: str) -> None:
         empty, _ = retrieval.store_with(client, {})
         retrieval.ask(client, "Anything?", empty)
         store, _ = retrieval.store_with(client, CITIES)
-        retrieval.gateway.wait_until(lambda: sum(s.priority == 100 for s in retrieval.engine.submitted) >= len(CITIES))
+        retrieval.gateway.wait_until(lambda: sum(s.when_idle for s in retrieval.engine.submitted) >= len(CITIES))
         retrieval.gateway.wait_until(lambda: not retrieval.engine.running)
-        assert all(s.sampling.max_tokens == 1 for s in retrieval.engine.submitted if s.priority == 100)
+        assert all(s.sampling.max_tokens == 1 for s in retrieval.engine.submitted if s.when_idle)
         answer = retrieval.ask(client, "The river of Paris?", store, max_num_results=1)
         document = next(s for s in retrieval.engine.submitted[-1].segments if s.kind is SegmentKind.DOCUMENT)
         assert cached_tokens(answer) >= 0.8 * len(document)
+
+
+def test_what_a_pinned_collection_holds_is_kept_warm_and_on_disk(store_url: str) -> None:
+    """Also a file that comes later: the collection is pinned, not what it held that day."""
+    flush(store_url)
+    ahead = msgspec.structs.replace(SETTINGS.retrieval, prefill_tokens_per_minute=100_000)
+    with (
+        running(store_url, msgspec.structs.replace(SETTINGS, retrieval=ahead)) as retrieval,
+        retrieval.client() as client,
+    ):
+        gateway = retrieval.gateway
+
+        def call(method: str, path: str) -> dict[str, Any]:
+            response = gateway.http.request(method, f"/v1/cache/documents/{path}", headers=gateway.headers("alice"))
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        def pinned_documents() -> set[str]:
+            last = [submit.segments[-1] for submit in retrieval.engine.submitted if submit.when_idle]
+            return {segment.document_id or "" for segment in last if segment.pinned}
+
+        store, ids = retrieval.store_with(client, {"rome.txt": CITIES["rome.txt"]})
+        retrieval.ask(client, "Anything?", store)
+        gateway.wait_until(lambda: any(submit.when_idle for submit in retrieval.engine.submitted))
+        assert pinned_documents() == set()
+        assert call("GET", ids["rome.txt"])["pinned"] is False
+        assert call("POST", f"{store}/pin")["pinned"] is True
+        (rome,) = call("GET", ids["rome.txt"])["document_ids"]
+        gateway.wait_until(lambda: pinned_documents() == {rome})
+        paris = client.vector_stores.files.upload_and_poll(
+            vector_store_id=store, file=("paris.txt", str(CITIES["paris.txt"]).encode())
+        )
+        assert call("GET", paris.id)["pinned"] is True
+        assert call("POST", f"{store}/warm")["pinned"] is True
+        gateway.wait_until(lambda: len(pinned_documents()) == 2)
+        assert call("POST", f"{store}/unpin")["pinned"] is False
+        assert call("GET", paris.id)["pinned"] is False
+        foreign = gateway.http.post(f"/v1/cache/documents/{store}/pin", headers=gateway.headers("bob"))
+        assert foreign.status_code == 404
 
 
 def test_a_rewritten_query_is_what_is_searched(retrieval: RetrievalGateway) -> None:
@@ -288,18 +365,62 @@ def test_a_rewritten_query_is_what_is_searched(retrieval: RetrievalGateway) -> N
     assert retrieval_of(answer)["query"] == "user: Vienna?"  # what the fake engine says to the rewriting prompt
 
 
-def test_reranking_decides_and_the_guess_is_taken_back(store_url: str) -> None:
+RERANKED = {"ranker": "rerank", "score_threshold": 0.9}
+
+
+def test_the_best_candidate_is_prefilled_while_the_reranker_decides(store_url: str) -> None:
+    """The reranker answers only when the guess was made. The guess is for an idle engine, and is taken back."""
     flush(store_url)
-    with (
-        running(store_url, embedder=HashingEmbedder(has_reranker=True)) as retrieval,
-        retrieval.client() as client,
-    ):
+    embedder = HashingEmbedder(has_reranker=True)
+    with running(store_url, embedder=embedder) as retrieval, retrieval.client() as client:
         store, _ = retrieval.store_with(client, CITIES)
-        answer = retrieval.ask(
-            client, "river Danube Vienna Black Sea", store, ranking_options={"ranker": "rerank", "score_threshold": 0.9}
-        )
+
+        async def until_guessed() -> None:
+            for _ in range(4000):
+                if any(submit.when_idle for submit in retrieval.engine.submitted):
+                    return
+                await asyncio.sleep(0.005)
+            raise AssertionError("nothing was guessed")
+
+        embedder.before_rerank = until_guessed
+        answer = retrieval.ask(client, "river Danube Vienna Black Sea", store, ranking_options=RERANKED)
         assert [(each["filename"], each["score"]) for each in documents_of(answer)] == [("vienna.txt", 1.0)]
+        (guess,) = [submit for submit in retrieval.engine.submitted if submit.when_idle]
+        assert guess.segments == retrieval.engine.submitted[-1].segments[: len(guess.segments)]
+        assert guess.segments[-1].kind is SegmentKind.DOCUMENT
+        assert (guess.sampling.max_tokens, guess.counted) == (1, False)
         retrieval.gateway.wait_until(lambda: not retrieval.engine.running)
+        embedder.before_rerank = long_enough_to_guess
+        known = len(retrieval.engine.submitted)
+        body = {"use_cache": False, "retrieval": {"vector_store_ids": [store], "ranking_options": RERANKED}}
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Danube?"}]
+        client.chat.completions.create(model=MODEL, messages=messages, extra_body=body)
+        assert [submit.use_cache for submit in retrieval.engine.submitted[known:]] == [False]
+
+
+async def long_enough_to_guess() -> None:
+    await asyncio.sleep(0.2)
+
+
+def test_who_leaves_nothing_in_the_cache_leaves_no_guesses_there_either(store_url: str) -> None:
+    """sglang#38069: a tenant that opted out still left entries. Not by prefilling ahead, rewriting, or guessing."""
+    flush(store_url)
+    ahead = msgspec.structs.replace(SETTINGS.retrieval, prefill_tokens_per_minute=100_000)
+    settings = msgspec.structs.replace(SETTINGS, retrieval=ahead)
+    keys = new_keys()
+    tenants = [msgspec.structs.replace(each, no_store=each.id == "alice") for each in four_tenants(keys)]
+    embedder = HashingEmbedder(has_reranker=True)
+    embedder.before_rerank = long_enough_to_guess
+    with running(store_url, settings, embedder=embedder, keys=keys, tenants=tenants) as retrieval:
+        for tenant in ("alice", "bob"):
+            with retrieval.client(tenant) as client:
+                empty, _ = retrieval.store_with(client, {})
+                retrieval.ask(client, "Anything?", empty)
+                store, _ = retrieval.store_with(client, CITIES)
+                retrieval.ask(client, "Danube?", store, rewrite_query=True, ranking_options=RERANKED)
+        retrieval.gateway.wait_until(lambda: sum(s.when_idle for s in retrieval.engine.submitted) >= len(CITIES))
+        stored = {submit.tenant_id for submit in retrieval.engine.submitted if submit.use_cache}
+        assert stored == {"bob"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
@@ -23,6 +23,7 @@ DIMENSION = 64
 class HashingEmbedder:
     def __init__(self, *, has_reranker: bool = False, fingerprint: str = "hashing1-and-more") -> None:
         self.embedded: list[str] = []
+        self.before_rerank: Callable[[], Awaitable[None]] | None = None
         self.failures = 0  # so many of the next calls fail
         self.held = asyncio.Event()
         self._gate = asyncio.Event()
@@ -83,6 +84,8 @@ class HashingEmbedder:
 
     async def rerank(self, query: str, texts: Sequence[str]) -> tuple[float, ...]:
         """The share of the query's words that a text has."""
+        if self.before_rerank is not None:
+            await self.before_rerank()
         wanted = set(words(query))
         return tuple(len(wanted & set(words(text))) / len(wanted) for text in texts)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.protocol import PromptAccount, SamplingParams, Segment, SegmentKind, Submit
 from engine.tiers.disk_slab import PAGE
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import SCOPE_A, SCOPE_B, VOCAB
@@ -92,8 +93,13 @@ def test_a_clean_stop_writes_everything(tmp_path: Path, store: StoreProcess) -> 
         assert ask(second, PROMPT) == 40
 
 
-def test_a_pinned_document_is_on_disk_as_soon_as_it_was_computed(tmp_path: Path, store: StoreProcess) -> None:
+@pytest.mark.parametrize("is_cached_before", [False, True])
+def test_a_pinned_document_is_on_disk_as_soon_as_it_was_computed(
+    tmp_path: Path, store: StoreProcess, is_cached_before: bool
+) -> None:
     first = TieredEngine(tmp_path, store.url, big()).loaded()
+    if is_cached_before:
+        ask(first, PROMPT)
     first.harness.submit(PROMPT, 1, document="handbook", pinned=True)
     first.harness.run()
     first.settle()
@@ -267,6 +273,34 @@ def test_an_engine_that_was_replaced_no_longer_writes_the_index(tmp_path: Path, 
     with store.client() as client:
         assert not [key for key in client.scan_iter() if b":g:" in key]
     engine.die()
+
+
+def ask_documents(engine: TieredEngine, numbers: list[int], name: str) -> PromptAccount:
+    """Five-block documents behind a system prompt, in an order that the engine chooses."""
+    texts = [Segment.of(SegmentKind.DOCUMENT, range(20 * n, 20 * n + 20), SCOPE_A, f"d{n}") for n in numbers]
+    head = Segment.of(SegmentKind.SYSTEM, [7] * 8, SCOPE_A)
+    segments = (head, *texts, Segment.of(SegmentKind.QUESTION, [200, 201], SCOPE_A))
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    engine.harness.engine.add_request(
+        Submit(request_id=name, tenant_id="t", segments=segments, sampling=sampling, document_order="cache")
+    )
+    engine.harness.run()
+    return engine.harness.accounts[name]
+
+
+def test_after_a_restart_documents_stand_as_they_stood_before(tmp_path: Path, store: StoreProcess) -> None:
+    """Who is popular is forgotten, and the device is empty: the order is the one that lies on the disk."""
+    first = TieredEngine(tmp_path, store.url, big()).loaded()
+    for number in range(3):
+        ask_documents(first, [3], f"popular {number}")
+    ask_documents(first, [1, 2, 3], "all")
+    assert first.harness.orders["all"] == (2, 0, 1)
+    first.harness.engine.close()
+    with TieredEngine(tmp_path, store.url, big("two")).loaded() as second:
+        account = ask_documents(second, [2, 1, 3], "again")
+        assert second.harness.orders["again"] == (2, 1, 0)
+        assert account.disk == 8 + 3 * 20
+        second.harness.check()
 
 
 def test_random_traffic_over_many_lives_is_always_right(tmp_path: Path, store: StoreProcess) -> None:
