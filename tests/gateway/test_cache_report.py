@@ -136,7 +136,7 @@ def test_a_template_that_drops_an_answers_reasoning_is_named(template: str, expe
     turns = [
         {"role": "user", "content": "What is two and two, and why is it so? " * 2},
         {"role": "assistant", "content": "<think>" + "Let me see. " * 9 + "</think>It is four."},
-        {"role": "user", "content": "And three and three? " * 3},
+        {"role": "user", "content": "And three and three? " * 3 + "Now?"},
     ]
     for gateway in run_gateway_thread(FakeEngine(chat_template=template)):
         found = report(gateway, messages=turns, documents=[])
