@@ -28,6 +28,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed has them without saying so
 
 from engine.batch import ScheduledSequence, SchedulerOutput
 
@@ -50,13 +51,15 @@ class RankGroup:
     steps: dist.ProcessGroup  # by which steps are told, on the host
 
     @classmethod
-    def join(cls, rank: int, size: int, store: dist.Store, device: torch.device) -> RankGroup:
+    def join(cls, rank: int, size: int, store: Store, device: torch.device) -> RankGroup:
         """Returns when all ranks are here."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_START)
-        return cls(rank, size, dist.new_group(backend="gloo", timeout=_IDLE))
+        steps = dist.new_group(backend="gloo", timeout=_IDLE)
+        assert isinstance(steps, dist.ProcessGroup), "every rank is a member of it"
+        return cls(rank, size, steps)
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(part)
@@ -176,7 +179,7 @@ class RankProcesses:
 
 def start_ranks(size: int, device: torch.device, environ: Mapping[str, str]) -> tuple[RankGroup, RankProcesses]:
     """Become rank 0 of `size`; the others are started, and stopped at this process's exit."""
-    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=_START)
+    store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=_START)
     processes = RankProcesses(size, store.port, environ)
     group = RankGroup.join(0, size, store, device)
     atexit.register(processes.stop, group)
@@ -185,5 +188,5 @@ def start_ranks(size: int, device: torch.device, environ: Mapping[str, str]) -> 
 
 def join_ranks(rank: int, size: int, port: int, device: torch.device) -> RankGroup:
     """Become one of the others."""
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=_START)
+    store = TCPStore("127.0.0.1", port, size, is_master=False, timeout=_START)
     return RankGroup.join(rank, size, store, device)

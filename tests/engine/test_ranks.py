@@ -23,7 +23,7 @@ from engine.protocol import SamplingParams
 from engine.ranks import EXIT_RANK_LOST, wire
 from engine.settings import load_settings
 from engine.sharding import check_sharding, shard_model
-from tests.engine.tiny_models import write_tiny_model
+from tests.engine.tiny_models import FAMILIES, write_model, write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ def answers(directory: Path, size: int) -> list[object]:
 )
 def test_two_processes_say_what_one_says(family: str, extra: dict[str, object], parts: int, tmp_path: Path) -> None:
     """Cold and warm. Each rank's KV holds its own heads: half of a block's bytes where they can be divided."""
-    directory = write_tiny_model(family, tmp_path, **extra)
+    directory = write_model(FAMILIES[family](**extra), tmp_path)
     alone, together = answers(directory, 1), answers(directory, 2)
     assert together[:2] == alone[:2]
     assert together[0] == together[1]
@@ -100,7 +100,7 @@ class LoneRank:
 
 
 def tiny(family: str, directory: Path, **extra: object) -> PreTrainedModel:
-    write_tiny_model(family, directory, **extra)
+    write_model(FAMILIES[family](**extra), directory)
     return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
 
 
@@ -117,7 +117,7 @@ def test_the_shares_make_up_the_whole(tmp_path: Path) -> None:
         for name, axis in (("q_proj", 0), ("v_proj", 0), ("o_proj", 1)):
             parts = [half.get_submodule(f"model.layers.1.self_attn.{name}") for half in halves]
             linears = [part if isinstance(part, nn.Linear) else part.get_submodule("linear") for part in parts]
-            weights = [linear.get_parameter("weight") for linear in linears]
+            weights: list[torch.Tensor] = [linear.get_parameter("weight") for linear in linears]
             expected = whole.get_parameter(f"model.layers.1.self_attn.{name}.weight")
             assert torch.equal(torch.cat(weights, dim=axis), expected)
         hidden = torch.randn(3, 64)
