@@ -155,7 +155,7 @@ def test_parallel_samples_and_several_prompts_are_counted_once_by_usage_and_by_t
 ) -> None:
     """litellm#36168: usage four-fold. The sum of all usage is what the engine counted (I9), and computed."""
     chat = ask(stack, n=4, seed=3, temperature=1, use_cache=caching).json()
-    prompts = ["a text of its own " * 9, "and another one " * 7]
+    prompts = ["a text of its own " * 9, "Quite another one " * 7]
     texts = stack.gateway.http.post(
         "/v1/completions",
         json={"model": MODEL, "prompt": prompts, "n": 3, "seed": 3, "max_tokens": 8, "use_cache": caching},
