@@ -140,7 +140,7 @@ class _Account:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, default=Path(".radixgate"))
-    parser.add_argument("--questions", type=int, default=24)
+    parser.add_argument("--questions", type=int, default=12)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--chunk", type=int, default=64, help="prefill chunk and token budget of a step")
     args = parser.parse_args()

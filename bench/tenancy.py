@@ -27,7 +27,6 @@ import uvicorn
 from engine.settings import ServerSettings, Settings, TenantSettings, UsageSettings
 from gateway.app import create_app
 from gateway.auth import authenticate, hash_api_key, new_api_key
-from gateway.engine_speed import EngineSpeed
 from gateway.metering import Attempt, Metering
 from gateway.rate_limits import Limiter
 from gateway.store_client import StoreClient
@@ -56,7 +55,7 @@ async def overhead(store: StoreClient, requests: int) -> tuple[list[float], floa
     keys = [new_api_key() for _ in range(TENANTS)]
     directory = TenantDirectory(SECRET, [tenant(i, key) for i, key in enumerate(keys)])
     limiter, recorder = Limiter(store), UsageRecorder(store, retention_days=1)
-    metering = Metering(limiter, recorder, EngineSpeed(FakeEngine()), UsageSettings())
+    metering = Metering(limiter, recorder, UsageSettings())
     for i in range(requests // 4):  # the store learns the scripts, and the tenants their windows
         await one_request(directory, metering, keys[i % TENANTS], f"first{i}")
     times: list[float] = []

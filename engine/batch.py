@@ -74,6 +74,12 @@ class SchedulerOutput:
     offloads: list[BlockOffload] = field(default_factory=list[BlockOffload])
     fetches: list[BlockFetch] = field(default_factory=list[BlockFetch])
 
+    def num_prefill_and_decode(self) -> tuple[int, int]:
+        """New tokens of prompts, and of output."""
+        total = sum(sequence.num_new for sequence in self.sequences)
+        prefill = sum(s.num_new for s in self.sequences if s.num_computed < s.num_prompt_tokens)
+        return prefill, total - prefill
+
     @property
     def is_empty(self) -> bool:
         return not (self.sequences or self.copies or self.offloads or self.fetches)

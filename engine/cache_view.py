@@ -16,9 +16,10 @@ from engine.block_pool import BlockPool, BlockState
 from engine.engine import LLMEngine
 from engine.eviction import EvictionOrder
 from engine.prefix_index import Node, PrefixIndex
-from engine.protocol import CacheView, EvictionView, GetCacheView, OwnerView, PrefixNode, RequestView
+from engine.protocol import CacheView, EvictionLine, GetCacheView, OwnerUse, PrefixNode, RequestView, evictions_seen_by
 from engine.request import Request
 from engine.scheduler import Scheduler
+from engine.settings import PUBLIC_OWNER
 
 EXAMINED = 20_000  # nodes
 MAP_CELLS = 1_024
@@ -29,7 +30,7 @@ _LETTERS = {BlockState.FREE: b"f", BlockState.CACHED: b"c", BlockState.ACTIVE: b
 
 
 def build_cache_view(engine: LLMEngine, query: GetCacheView) -> CacheView:
-    """What `query` asks for; with an owner, nothing of anybody else."""
+    """What `query` asks for; with an owner, nothing of anybody else. Below what is public hangs what is an owner's."""
     manager = engine.scheduler.manager
     cells, blocks_per_cell = _block_map(manager.pool)
     index = manager.index
@@ -41,9 +42,9 @@ def build_cache_view(engine: LLMEngine, query: GetCacheView) -> CacheView:
         num_nodes=index.num_nodes if query.owner is None else 0,
         block_map=cells if query.owner is None else b"",
         blocks_per_cell=blocks_per_cell,
-        owners=_owners(index.order, query.owner),
-        evictions=_evictions(index.order, query.owner),
-        requests=_requests(engine.scheduler, query.owner),
+        owners=_largest(index.order, query.owner),
+        evictions=_evictions(engine, query.owner),
+        requests=_requests(engine.scheduler, query.tenant_id),
     )
 
 
@@ -57,8 +58,10 @@ def _hottest(index: PrefixIndex, count: int, block_size: int, owner: str | None)
         nonlocal examined
         for child in islice((parent.children or {}).values(), EXAMINED - examined):
             examined += 1
-            if owner is None or child.owner.name == owner:
+            if owner in (None, child.owner.name):
                 heapq.heappush(candidates, (-child.hits, examined, child))
+            elif child.owner.name == PUBLIC_OWNER:
+                discover(child)
 
     discover(index.root)
     while candidates and len(views) < count:
@@ -88,28 +91,16 @@ def _block_map(pool: BlockPool) -> tuple[bytes, int]:
     return b"".join(_LETTERS[pool.block(block_id).state] for block_id in range(0, pool.num_blocks, stride)), stride
 
 
-def _owners(order: EvictionOrder, wanted: str | None) -> tuple[OwnerView, ...]:
-    owners = (owner for owner in order.owners.values() if wanted in (None, owner.name))
-    return tuple(
-        OwnerView(owner=owner.name, num_blocks=owner.num_blocks, floor=owner.floor, quota=owner.quota_blocks)
-        for owner in heapq.nlargest(MAX_ROWS, owners, key=lambda owner: owner.num_blocks)
-    )
+def _largest(order: EvictionOrder, wanted: str | None) -> tuple[OwnerUse, ...]:
+    owners = (use for use in order.uses() if wanted in (None, use.owner))
+    return tuple(heapq.nlargest(MAX_ROWS, owners, key=lambda use: use.num_blocks))
 
 
-def _evictions(order: EvictionOrder, wanted: str | None) -> tuple[EvictionView, ...]:
-    """A tenant sees what it lost, and not to whom: that would tell of the others' load."""
+def _evictions(engine: LLMEngine, wanted: str | None) -> tuple[EvictionLine, ...]:
+    ledger = engine.stats().ledger
     if wanted is not None:
-        lost = sum(blocks for line, blocks in order.ledger.items() if line.owner == wanted)
-        own = sum(blocks for line, blocks in order.ledger.items() if line == (wanted, wanted))
-        rows = (
-            EvictionView(owner=wanted, pressed_by=wanted, num_blocks=own),
-            EvictionView(owner=wanted, pressed_by="others", num_blocks=lost - own),
-        )
-        return tuple(row for row in rows if row.num_blocks)
-    return tuple(
-        EvictionView(owner=line.owner, pressed_by=line.pressed_by, num_blocks=blocks)
-        for line, blocks in order.ledger.most_common(MAX_ROWS)
-    )
+        return evictions_seen_by(wanted, ledger)
+    return tuple(heapq.nlargest(MAX_ROWS, ledger, key=lambda line: line.num_blocks))
 
 
 def _requests(scheduler: Scheduler, wanted: str | None) -> tuple[RequestView, ...]:

@@ -262,9 +262,9 @@ class EngineClient:
         assert isinstance(answer, EngineMetrics), "an id has one kind of answer"
         return answer.text
 
-    async def cache_view(self, owner: str | None, max_nodes: int, timeout: float) -> CacheView:
-        """The cache as it is now; of one owner only, if given. Raises EngineUnavailableError."""
-        query = GetCacheView(query_id=uuid.uuid4().hex, owner=owner, max_nodes=max_nodes)
+    async def cache_view(self, owner: str | None, tenant_id: str | None, max_nodes: int, timeout: float) -> CacheView:
+        """The cache as it is now; of one owner, and one tenant's requests, if given. Raises EngineUnavailableError."""
+        query = GetCacheView(query_id=uuid.uuid4().hex, owner=owner, tenant_id=tenant_id, max_nodes=max_nodes)
         answer = await self._question(query.query_id, query, timeout)
         assert isinstance(answer, CacheView), "an id has one kind of answer"
         return answer

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from engine.prefix_index import Place, PrefixIndex
@@ -69,22 +70,25 @@ def order_documents(
 ) -> OrderedDocuments:
     """Put the documents into the order that finds most in the cache. Changes nothing.
 
-    The first `pin_top` documents of the given order stay last, the best next to the question. Documents whose
-    scopes differ are left in the given order: scopes may only narrow along a prompt. `is_below` says whether a tier
-    below the device may have the block of a key.
+    The last `pin_top` documents of the given order stay where they are. So does each run of documents of one scope,
+    ordered in itself: scopes may only narrow along a prompt. `is_below` says whether a tier below the device may have
+    the block of a key.
     """
     places = [i for i, segment in enumerate(segments) if segment.kind is SegmentKind.DOCUMENT]
     documents = [segments[i] for i in places]
     contiguous = bool(places) and places == list(range(places[0], places[-1] + 1))
-    if not contiguous or len({(document.scope, document.owner) for document in documents}) > 1:
+    if not contiguous:
         return OrderedDocuments(tuple(segments), tuple(range(len(documents))))
-    pinned = range(min(pin_top, len(documents)))
-    canonical = sorted(range(len(pinned), len(documents)), key=lambda i: _rank(documents[i], i, popularity))
-    head = segments[: places[0]]
-    chosen = _Search(index, is_below, head, documents).longest(canonical)
-    order = (*chosen, *(i for i in canonical if i not in chosen), *reversed(pinned))
-    arranged = (*head, *(documents[i] for i in order), *segments[places[-1] + 1 :])
-    return OrderedDocuments(arranged, order)
+    num_free = max(0, len(documents) - pin_top)
+    arranged, order = [*segments[: places[0]]], list[int]()
+    for _, run in groupby(range(num_free), key=lambda i: (documents[i].scope, documents[i].owner)):
+        canonical = sorted(run, key=lambda i: _rank(documents[i], i, popularity))
+        chosen = _Search(index, is_below, arranged, documents).longest(canonical)
+        in_order = [*chosen, *(i for i in canonical if i not in chosen)]
+        arranged += [documents[i] for i in in_order]
+        order += in_order
+    arranged += segments[places[0] + num_free :]
+    return OrderedDocuments(tuple(arranged), (*order, *range(num_free, len(documents))))
 
 
 def _rank(document: Segment, given: int, popularity: DocumentPopularity) -> tuple[int, str, int]:
@@ -125,7 +129,7 @@ class _Search:
             if len(at.rest) >= self._index.stride:
                 return []
         if self._is_whole(at):
-            self._scopes += [document.scope for document in self._documents[:1]]
+            self._scopes += [self._documents[i].scope for i in canonical[:1]]
             self._descend(at, 0, [], canonical)
         return self._best[1]
 

@@ -31,10 +31,10 @@ of blocks that come back. A step without sequences is right when requests wait f
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -42,7 +42,6 @@ from engine.batch import ScheduledSequence, SchedulerOutput, StepResult, TokenLo
 from engine.document_stats import document_uses
 from engine.erasure import Selection
 from engine.errors import (
-    ContextLengthExceededError,
     EngineStepError,
     InvalidRequestError,
     InvariantError,
@@ -54,7 +53,6 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.output_stream import OutputRules, OutputStream
 from engine.prefill_speed import PrefillSpeed
 from engine.protocol import (
-    MAX_TOP_LOGPROBS,
     CacheVerified,
     Delta,
     DocumentStats,
@@ -67,9 +65,9 @@ from engine.protocol import (
     Failure,
     GetDocumentStats,
     Submit,
-    TenantPolicy,
 )
 from engine.request import Request, RequestState
+from engine.request_checks import check_request
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.settings import EngineSettings
 from engine.tiers.tier_stats import index_stats, tier_evictions, tier_stats
@@ -126,13 +124,16 @@ class Counters:
 class LLMEngine:
     """Requests in, deltas out, one step at a time."""
 
-    def __init__(self, info: EngineInfo, settings: EngineSettings, runner: Runner) -> None:
+    def __init__(
+        self, info: EngineInfo, settings: EngineSettings, runner: Runner, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._info = info
+        self._clock = clock
         self.settings = settings
         self.runner = runner
         self._output_rules = OutputRules(info)
         self._counters = Counters()
-        self._speed = PrefillSpeed()
+        self.prefill_speed = PrefillSpeed()
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, OutputStream] = {}
         self._arrivals = 0
@@ -167,6 +168,7 @@ class LLMEngine:
     def attach_tiers(self, tiers: TieredCache) -> None:
         """From now on what leaves the device goes there. Before the first request."""
         self.tiers = tiers
+        tiers.gate.prefill = self.prefill_speed
         self.forget_everything()
 
     # ------------------------------------------------------------------ requests
@@ -178,7 +180,7 @@ class LLMEngine:
         if self.scheduler.num_waiting >= self.settings.max_waiting:
             raise OverloadedError(f"{self.settings.max_waiting} requests are waiting already; try again later")
         request = Request(submit, self._info.block_size, self._arrivals, secrets.randbits(63))
-        self._check(request)
+        check_request(request, self._info)
         request.leader = self._leader_of(request, submit)
         stream = OutputStream(request, self._output_rules)
         self._arrivals += 1
@@ -195,31 +197,6 @@ class LLMEngine:
         if not same or (leader.chooses_order, leader.pin_top) != (request.chooses_order, request.pin_top):
             raise InvalidRequestError("a sibling must have the very same prompt", param="sibling_of")
         return leader
-
-    def _check(self, request: Request) -> None:
-        """What the gateway has made sure of, once more: an engine must not depend on it to stay alive."""
-        limit = self._info.max_model_len
-        if request.num_prompt_tokens >= limit:
-            raise ContextLengthExceededError(
-                f"the prompt has {request.num_prompt_tokens} tokens; the model's context holds {limit}, "
-                "one of them for the answer",
-                param="messages",
-            )
-        if min(request.token_ids) < 0 or max(request.token_ids) >= self._info.vocab_size:
-            raise InvalidRequestError("a token id is outside the model's vocabulary", param="segments")
-        sampling, policy = request.sampling, request.policy or TenantPolicy()
-        if sampling.max_tokens < 1:
-            raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
-        if any(not 0 <= token_id < self._info.vocab_size for token_id in sampling.logit_bias):
-            raise InvalidRequestError("a token id is outside the model's vocabulary", param="logit_bias")
-        if not 0 <= (sampling.num_logprobs or 0) <= MAX_TOP_LOGPROBS:
-            raise InvalidRequestError(f"num_logprobs must be from 0 to {MAX_TOP_LOGPROBS}", param="num_logprobs")
-        if not all(sampling.stop):
-            raise InvalidRequestError("an empty stop string would end every text", param="stop")
-        if not (math.isfinite(policy.weight) and policy.weight > 0):
-            raise InvalidRequestError("a tenant's weight must be above 0", param="policy.weight")
-        if policy.max_running is not None and policy.max_running < 1:
-            raise InvalidRequestError("a tenant must be allowed one request at a time", param="policy.max_running")
 
     def abort_request(self, request_id: str) -> bool:
         """End a request at once and give its blocks back; False when there is none of that id."""
@@ -271,12 +248,13 @@ class LLMEngine:
             return []
         requests = [self._requests[sequence.request_id] for sequence in output.sequences]
         self._counters.num_steps += bool(requests)
+        launched_at = self._clock()
         try:
             pending = self.runner.launch(output)
         except Exception as error:  # noqa: BLE001  whatever it was, the other requests go on
             return self._fail_step(output, requests, error)
         if requests:
-            self._in_flight.append(StepInFlight(output, requests, pending))
+            self._in_flight.append(StepInFlight(output, requests, pending, launched_at))
         else:
             self._settle_transfers()
         return []
@@ -323,13 +301,12 @@ class LLMEngine:
         return messages
 
     def _note_end(self, step: StepInFlight) -> None:
-        now = time.monotonic()
+        """Its own time begins with its launch or with the end of the step before it, whichever is later."""
+        now = self._clock()
         seconds, self._last_end = now - max(step.launched_at, self._last_end), now
         self._counters.num_computed_tokens += step.num_tokens
-        self._speed.note(step.output, seconds)
+        self.prefill_speed.observe(*step.output.num_prefill_and_decode(), seconds)
         self._settle_transfers()
-        if self.tiers is not None and step.ends_a_prefill:
-            self.tiers.gate.prefill.observe(step.num_tokens, seconds)
 
     def _advance(
         self,
@@ -509,7 +486,7 @@ class LLMEngine:
     def explain(self, submit: Submit) -> list[ExplainedPart]:
         """Where each part of a prompt would come from now. Raises as `add_request` does."""
         request = Request(submit, self._info.block_size, self._arrivals, 0)
-        self._check(request)
+        check_request(request, self._info)
         return self.scheduler.manager.explain(request)
 
     def document_stats(self, query: GetDocumentStats) -> DocumentStats:
@@ -549,7 +526,7 @@ class LLMEngine:
             num_running=len(self.scheduler.running),
             tiers=() if self.tiers is None else tier_stats(self.tiers),
             index=None if self.tiers is None else index_stats(self.tiers),
-            prefill_tokens_per_second=self._speed.tokens_per_second,
+            prefill_tokens_per_second=self.prefill_speed.tokens_per_second,
             owners=manager.index.order.uses(),
             ledger=manager.index.order.ledger.lines("device")
             + (() if self.tiers is None else tier_evictions(self.tiers)),

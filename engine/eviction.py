@@ -15,10 +15,11 @@ just loses its ticket, and its entries are dropped when they come up.
     that request has been admitted or is gone.
 
 Priorities:  lru    the moment it was last let go
-             gdsf   clock + uses · cost: greedy-dual-size-frequency. All blocks have one size; cost is the share of a
-                    block in recomputing, which grows with its depth, because attention does. The clock is the priority
-                    that was evicted last, so that what was popular once grows old. Uses are remembered for a while
-                    after a block has gone (the index's ghosts): what comes again and again is not new each time.
+             gdsf   clock + uses · cost · weight: greedy-dual-size-frequency. All blocks have one size; cost is a
+                    block's share in recomputing, which grows with its depth, because attention does; the weight is its
+                    owner's. The clock is the priority that was evicted last, so that what was popular once grows old.
+                    Uses are remembered for a while after a block has gone (the index's ghosts): what comes again and
+                    again is not new each time.
 
 Rejected: one list in order of use (O(1), but it knows neither quotas nor frequencies), and a scan for the oldest leaf.
 """
@@ -55,7 +56,7 @@ class Leaf(Protocol):
 class Owner:
     """Somebody whose blocks are counted: a tenant, a cache group, or the public."""
 
-    __slots__ = ("floor", "heap", "name", "num_blocks", "num_leaves", "quota", "shelf")
+    __slots__ = ("floor", "heap", "name", "num_blocks", "num_leaves", "quota", "shelf", "weight")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -63,6 +64,7 @@ class Owner:
         self.num_leaves = 0  # evictable ones
         self.floor = 0  # blocks that others may not take while they have more than theirs
         self.quota = _NO_QUOTA  # blocks above which its own go first
+        self.weight = 1.0  # of a use of its blocks, under gdsf
         self.heap: list[_Entry] = []
         self.shelf: list[_Entry] = []
 
@@ -125,10 +127,10 @@ class EvictionOrder:
             found = self.owners[name] = Owner(name)
         return found
 
-    def set_limits(self, name: str, floor: int, quota: int | None) -> None:
-        """In blocks; a quota of None is none."""
+    def set_limits(self, name: str, floor: int, quota: int | None, weight: float = 1.0) -> None:
+        """In blocks; a quota of None is none. The weight holds from the next use of a block."""
         owner = self.owner(name)
-        owner.floor, owner.quota = floor, _NO_QUOTA if quota is None else quota
+        owner.floor, owner.quota, owner.weight = floor, _NO_QUOTA if quota is None else quota, weight
         self._after_change(owner)
 
     def count(self, owner: Owner, blocks: int) -> None:
@@ -152,12 +154,12 @@ class EvictionOrder:
     def counts_uses(self) -> bool:
         return self.policy == "gdsf"
 
-    def use_priority(self, uses: int, depth: int) -> float:
+    def use_priority(self, owner: Owner, uses: int, depth: int) -> float:
         """The priority of a node that is let go now; called from a leaf upwards, so a parent's is higher."""
         self._uses += 1
         if self.policy == "lru":
             return float(self._uses)
-        return self._clock + uses * (1.0 + depth / _DEPTH_OF_DOUBLE_COST)
+        return self._clock + owner.weight * uses * (1.0 + depth / _DEPTH_OF_DOUBLE_COST)
 
     def add(self, leaf: Leaf) -> None:
         """Has become evictable; its `priority` is set."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.batch import ScheduledSequence, SchedulerOutput, StepResult
@@ -23,15 +22,11 @@ class StepInFlight:
     output: SchedulerOutput
     requests: list[Request]
     pending: PendingStep
-    launched_at: float = field(default_factory=time.monotonic)
+    launched_at: float
 
     @property
     def num_tokens(self) -> int:
         return sum(sequence.num_new for sequence in self.output.sequences)
-
-    @property
-    def ends_a_prefill(self) -> bool:
-        return any(sequence.sample and sequence.num_new > 1 for sequence in self.output.sequences)
 
     def with_requests(self) -> list[tuple[ScheduledSequence, Request]]:
         return list(zip(self.output.sequences, self.requests, strict=True))

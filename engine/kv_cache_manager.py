@@ -135,7 +135,7 @@ class KVCacheManager:
     def set_policy(self, tenant_id: str, policy: TenantPolicy) -> None:
         """A floor is rounded down to whole blocks, a quota, too."""
         quota = None if policy.kv_quota_tokens is None else policy.kv_quota_tokens // self.block_size
-        self.index.order.set_limits(tenant_id, policy.kv_floor_tokens // self.block_size, quota)
+        self.index.order.set_limits(tenant_id, policy.kv_floor_tokens // self.block_size, quota, policy.weight)
 
     # ------------------------------------------------------------------ admission
 

@@ -10,13 +10,11 @@ lies before the runner is scheduling, what lies after it is postprocessing. Reje
 which would bury what it does under what it takes.
 
 On a device that runs ahead, one call of `step` launches a step and waits for the one before: the phases are the call's,
-and "execute" is how long the host was held up. A step's own time, for the speed of prefill, begins with its launch or
-with the end of the step before it, whichever is later.
+and "execute" is how long the host was held up.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,15 +46,6 @@ from engine.protocol import (
 
 Clock = Callable[[], float]
 
-_MIN_PREFILL = 32  # tokens; a smaller step says more about overhead than about speed
-_DECAY = 0.98  # of what is known, a step: the last 50 prefill steps count most
-
-
-@dataclass(slots=True, frozen=True)
-class EndedStep:
-    output: SchedulerOutput
-    seconds: float  # on the device
-
 
 class StepClock:
     """A runner that remembers what one call of `step` asked of it, and when."""
@@ -64,7 +53,6 @@ class StepClock:
     def __init__(self, runner: Runner, clock: Clock) -> None:
         self._runner = runner
         self._clock = clock
-        self._last_end = -math.inf
         self.forget()
 
     def forget(self) -> None:
@@ -72,26 +60,25 @@ class StepClock:
         self.begin: float | None = None  # when the runner was first asked for something
         self.end: float | None = None  # when a step was seen to have ended
         self.launched: SchedulerOutput | None = None
-        self.ended: EndedStep | None = None
+        self.ended: SchedulerOutput | None = None
 
     @property
     def runs_ahead(self) -> bool:
         return self._runner.runs_ahead
 
     def launch(self, output: SchedulerOutput) -> PendingStep:
-        launched_at = self._begin()
+        self._begin()
         pending = self._runner.launch(output)
         if not output.sequences:  # nobody waits for it
             return pending
         self.launched = output
-        return _TimedStep(partial(self._wait, pending, output, launched_at))
+        return _TimedStep(partial(self._wait, pending, output))
 
-    def _wait(self, pending: PendingStep, output: SchedulerOutput, launched_at: float) -> StepResult:
+    def _wait(self, pending: PendingStep, output: SchedulerOutput) -> StepResult:
         self._begin()
         result = pending.wait()
         self.end = self._clock()
-        self.ended = EndedStep(output, self.end - max(launched_at, self._last_end))
-        self._last_end = self.end
+        self.ended = output
         return result
 
     def _begin(self) -> float:
@@ -114,28 +101,6 @@ class _TimedStep:
     wait: Callable[[], StepResult]
 
 
-class PrefillSpeed:
-    """Seconds a prompt token, as measured while serving. Knows nothing before the first sizeable prefill."""
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
-
-    def observe(self, num_prefill: int, num_decode: int, seconds: float) -> None:
-        """A step; one that mostly decodes says nothing."""
-        if num_prefill < _MIN_PREFILL or num_prefill < 8 * num_decode:
-            return
-        self._tokens = self._tokens * _DECAY + num_prefill
-        self._seconds = self._seconds * _DECAY + seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self._tokens / self._seconds if self._seconds else 0.0
-
-    def seconds_for(self, num_tokens: int) -> float:
-        return num_tokens * self._seconds / self._tokens if self._tokens else 0.0
-
-
 class MeasuredEngine:
     """What `EngineServer` serves. Everything it adds is looked at, nothing is changed."""
 
@@ -146,8 +111,7 @@ class MeasuredEngine:
         engine.runner = self._runner
         self._arrivals: dict[str, float] = {}
         self._queued: dict[str, float] = {}  # seconds until the first step, of requests whose account is still to come
-        self.prefill_speed = PrefillSpeed()
-        self._metrics = EngineMetricsRegistry(engine, self.prefill_speed, owner_labels)
+        self._metrics = EngineMetricsRegistry(engine, owner_labels)
 
     def add_request(self, submit: Submit) -> None:
         arrived_at = self._clock()
@@ -203,17 +167,10 @@ class MeasuredEngine:
                 seconds = self._queued[sequence.request_id] = at - arrival
                 self._metrics.observe_queue(seconds)
 
-    def _observe_step(self, ended: EndedStep, start: float, end: float) -> None:
-        num_prefill = num_decode = 0
-        for sequence in ended.output.sequences:
-            if sequence.num_computed >= sequence.num_prompt_tokens:
-                num_decode += sequence.num_new
-            else:
-                num_prefill += sequence.num_new
-        self.prefill_speed.observe(num_prefill, num_decode, ended.seconds)
+    def _observe_step(self, ended: SchedulerOutput, start: float, end: float) -> None:
         began, done = self._runner.begin or start, self._runner.end or end
         times = StepTimes(began - start, done - began, end - done)
-        self._metrics.observe_step(times, len(ended.output.sequences), num_prefill, num_decode)
+        self._metrics.observe_step(times, len(ended.sequences), *ended.num_prefill_and_decode())
 
     def _annotated(self, output: Delta | Failure) -> Delta | Failure:
         if isinstance(output, Failure):
@@ -224,7 +181,7 @@ class MeasuredEngine:
         return msgspec.structs.replace(
             output,
             queue_seconds=self._queued.pop(output.request_id, None),
-            seconds_saved=self.prefill_speed.seconds_for(output.account.num_cached_tokens),
+            seconds_saved=self._engine.prefill_speed.seconds_for(output.account.num_cached_tokens),
         )
 
     def _forget(self, request_id: str) -> None:

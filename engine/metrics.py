@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import (
@@ -43,15 +43,10 @@ class StepTimes(NamedTuple):
     postprocess: float
 
 
-class SpeedSource(Protocol):
-    @property
-    def tokens_per_second(self) -> float: ...
-
-
 class EngineMetricsRegistry:
     """The engine's registry. Belongs to the engine's thread, like everything it reads."""
 
-    def __init__(self, engine: LLMEngine, prefill_speed: SpeedSource, owner_labels: int) -> None:
+    def __init__(self, engine: LLMEngine, owner_labels: int) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._step = Histogram(
             "radixgate_engine_step_seconds",
@@ -79,7 +74,7 @@ class EngineMetricsRegistry:
             buckets=_QUEUE_BUCKETS,
             registry=self._registry,
         )
-        self._registry.register(_EngineState(engine, prefill_speed, owner_labels))
+        self._registry.register(_EngineState(engine, owner_labels))
         self._registry.register(_TierState(engine, owner_labels))
 
     def observe_step(self, times: StepTimes, num_sequences: int, num_prefill: int, num_decode: int) -> None:
@@ -100,9 +95,8 @@ class EngineMetricsRegistry:
 class _EngineState(Collector):
     """The engine's counts, in Prometheus' words, at the moment of asking."""
 
-    def __init__(self, engine: LLMEngine, prefill_speed: SpeedSource, owner_labels: int) -> None:
+    def __init__(self, engine: LLMEngine, owner_labels: int) -> None:
         self._engine = engine
-        self._prefill_speed = prefill_speed
         self._owner_labels = owner_labels
 
     def collect(self) -> Iterator[Metric]:
@@ -159,7 +153,7 @@ class _EngineState(Collector):
         plain = {
             "kv_usage_ratio": ("Part of the KV blocks that is not free.", usage),
             "prefix_nodes": ("Nodes of the prefix tree.", self._engine.scheduler.manager.index.num_nodes),
-            "prefill_tokens_per_second": ("Measured prefill speed; 0: unknown.", self._prefill_speed.tokens_per_second),
+            "prefill_tokens_per_second": ("Measured prefill speed; 0: unknown.", stats.prefill_tokens_per_second),
         }
         for name, (meaning, value) in plain.items():
             yield GaugeMetricFamily(f"radixgate_engine_{name}", meaning, value=value)

@@ -404,7 +404,7 @@ class PrefixIndex:
             if not at.lock_count and at.doomed:
                 self._doomed.append(at)
             elif not at.lock_count:
-                at.priority = self.order.use_priority(at.uses, at.end_block)
+                at.priority = self.order.use_priority(at.owner, at.uses, at.end_block)
                 self._offer(at)
             at = at.parent
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Literal
@@ -131,10 +132,13 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     protocol_version: int = PROTOCOL_VERSION
 
 
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6  # beyond, a sum of tokens over a weight loses them, or has no end
+
+
 class TenantPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What a tenant may have of the engine; the latest one that came with a request holds."""
 
-    weight: float = 1.0  # its share of the compute, relative to other tenants
+    weight: float = 1.0  # its share of the compute, relative to other tenants; under gdsf of the cache, too
     max_running: int | None = None  # requests in the batch at a time
     kv_floor_tokens: int = 0  # cached tokens that others cannot take while they have more than their own floor
     kv_quota_tokens: int | None = None  # cached tokens above which its own least recently used blocks go
@@ -148,7 +152,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     policy: TenantPolicy | None = None  # None: the tenant's last one goes on
     priority: int = 0  # lower goes first, strictly, over all tenants
     document_order: Literal["given", "cache"] = "given"  # cache: the engine orders them along the longest cached path
-    pin_top: int = 0  # of the given order, so many first documents stay last, next to the question, when reordering
+    pin_top: int = 0  # so many documents at the end of the given order stay there, next to the question
     sibling_of: str = ""  # an earlier request with the same prompt: its KV is shared, and the prompt counted once
     use_cache: bool = True  # False: neither looks a prefix up nor leaves one behind
     counted: bool = (
@@ -203,7 +207,8 @@ class GetCacheView(msgspec.Struct, frozen=True, kw_only=True, tag="get_cache_vie
     """Answered by `CacheView`."""
 
     query_id: str
-    owner: str | None = None  # only what this tenant owns; None: everything
+    owner: str | None = None  # only KV of this owner; None: everything
+    tenant_id: str | None = None  # only requests of this tenant, which may not be the owner of its KV
     max_nodes: int = 200
 
 
@@ -414,6 +419,17 @@ class EvictionLine(msgspec.Struct, frozen=True, kw_only=True):
     tier: str = "device"
 
 
+def evictions_seen_by(owner: str, ledger: Iterable[EvictionLine]) -> tuple[EvictionLine, ...]:
+    """What an owner lost, by tier, but not to whom: that would tell of the others' load."""
+    counts = Counter[tuple[str, str]]()
+    for line in ledger:
+        if line.owner == owner:
+            counts[line.tier, owner if line.pressed_by == owner else "others"] += line.num_blocks
+    return tuple(
+        EvictionLine(owner=owner, pressed_by=by, num_blocks=count, tier=tier) for (tier, by), count in counts.items()
+    )
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Counts since the engine's start, and its state now."""
 
@@ -464,21 +480,6 @@ class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
     num_holders: int  # requests that hold it right now
 
 
-class OwnerView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant has of the cache, in blocks."""
-
-    owner: str
-    num_blocks: int
-    floor: int
-    quota: int | None
-
-
-class EvictionView(msgspec.Struct, frozen=True, kw_only=True):
-    owner: str
-    pressed_by: str
-    num_blocks: int
-
-
 class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is in the engine now."""
 
@@ -501,8 +502,8 @@ class CacheView(msgspec.Struct, frozen=True, kw_only=True, tag="cache_view"):
     num_nodes: int  # of the whole tree
     block_map: bytes  # one letter a cell, in order of block ids: f(ree), c(ached), a(ctive)
     blocks_per_cell: int
-    owners: tuple[OwnerView, ...]
-    evictions: tuple[EvictionView, ...]  # since the engine's start, most first
+    owners: tuple[OwnerUse, ...]
+    evictions: tuple[EvictionLine, ...]  # since the engine's start, most first
     requests: tuple[RequestView, ...]
 
 

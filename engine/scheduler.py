@@ -5,13 +5,14 @@ in place; a step moves that number forward. There is no prefill phase and no dec
 one token, a fresh one lacks its prompt, a preempted one lacks prompt and output. Each step:
 
     1. Running requests that lack one token get it: decoding never waits for anybody's prompt.
-    2. Running requests that lack more get a chunk, tenants that have had least first. Chunks are cut at absolute
-       multiples of `prefill_chunk_size`, so that a prompt is cut alike whatever part of it was cached.
-    3. Waiting requests are admitted in fair order (`engine/fair_queue.py`) while tokens, sequences and blocks allow.
-       Nobody overtakes a request that only lacks room, or a long one would wait for ever.
-    4. Whenever blocks run out, the request that ranks last by (priority, arrival) is preempted: it gives its blocks
-       back (full ones stay in the index) and waits again. The first in rank is never preempted for another, and it
-       fits into the pool alone (the engine checks that on arrival), so it always finishes: no livelock.
+    2. Prompts get a chunk each, tenants that have had least first, whether they run already or are admitted now
+       (`engine/fair_queue.py`): else a tenant's question would wait for every prompt that others have begun. Chunks are
+       cut at absolute multiples of `prefill_chunk_size`, so that a prompt is cut alike whatever part of it was cached.
+    3. Nobody overtakes a waiting request that only lacks room, or a long one would wait for ever; running ones go on.
+    4. Whenever blocks run out, a request of the tenant that has had most is preempted, its latest: it gives its blocks
+       back (full ones stay in the index) and waits again. The first in rank, by (priority, arrival), is never preempted
+       for another, and it fits into the pool alone (the engine checks that on arrival), so it always finishes: no
+       livelock.
 
 A step may be scheduled before the one before it has ended (`engine/engine.py`). What that one computes counts as in
 place, since the device does one after the other; the token that it samples counts as there, and is not known. So a
@@ -107,13 +108,17 @@ class Scheduler:
         for request in self.running[:]:
             if self._lacks(request) == 1:
                 self._schedule_running(request, step)
-        for request in sorted(self.running, key=lambda r: (r.priority, self.queue.counter(r), r.arrival)):
-            if self._lacks(request) > 1:
-                self._schedule_running(request, step)
+        self._unpark()
+        for request in sorted((r for r in self.running if self._lacks(r) > 1), key=self._turn):
+            if self.num_preemptions == preemptions and step.budget >= self.limits.prefill_chunk_size:
+                self._admit_waiting(step, before=request)
+            self._schedule_running(request, step)
         if self.num_preemptions == preemptions:  # what was just taken from a running request is not handed out anew
-            self._unpark()
             self._admit_waiting(step)
         return step.output()
+
+    def _turn(self, request: Request) -> tuple[int, float, int]:
+        return request.priority, self.queue.counter(request), request.arrival
 
     def _lacks(self, request: Request) -> int:
         """Tokens that still have to be given to the device; 0 for a request that ends with the step before."""
@@ -131,7 +136,7 @@ class Scheduler:
         if count > step.budget:
             return
         while not self.manager.allocate_slots(request, count):
-            victim = self.running[-1]
+            victim = self._victim()
             self._preempt(victim, step)
             if victim is request:
                 return
@@ -147,6 +152,11 @@ class Scheduler:
         start = request.num_computed_tokens if start is None else start
         chunk = self.limits.prefill_chunk_size
         return min(request.num_tokens + request.num_pending_tokens, (start // chunk + 1) * chunk) - start
+
+    def _victim(self) -> Request:
+        """Not simply who came last: a quiet tenant's request comes last into every flood."""
+        others = self.running[1:] or self.running
+        return max(others, key=self._turn)
 
     def _preempt(self, victim: Request, step: _Step) -> None:
         if len(self.running) == 1:
@@ -170,10 +180,13 @@ class Scheduler:
                 self.add(request)
         self.parked = still
 
-    def _admit_waiting(self, step: _Step) -> None:
+    def _admit_waiting(self, step: _Step, before: Request | None = None) -> None:
+        """With `before`: those whose turn comes before that running request's."""
         while step.budget > 0 and len(self.running) < self.limits.max_num_seqs:
             request = self.queue.next(self.manager.num_cached_tokens)
-            if request is None or (request.when_idle and self._has_others()) or not self._admit(request, step):
+            if request is None or (before is not None and self._turn(before) < self._turn(request)):
+                return
+            if (request.when_idle and self._has_others()) or not self._admit(request, step):
                 return
 
     def _clear_for_others(self) -> None:

@@ -20,7 +20,7 @@ import os
 import re
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal, cast, get_type_hints
@@ -30,12 +30,14 @@ import msgspec
 from msgspec import Meta
 
 from engine.errors import ConfigError
+from engine.protocol import MAX_WEIGHT, MIN_WEIGHT
 
 Bytes = Annotated[int, Meta(ge=1, title="bytes")]  # may be written "1GiB", "512MiB", "64KiB"
 Size = Annotated[int, Meta(ge=0, title="bytes")]  # the same, or 0
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
+Weight = Annotated[float, Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +132,7 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: Positive | None = None
     tokens_per_day: Positive | None = None
     concurrent_requests: Positive | None = None
-    weight: Annotated[float, Meta(gt=0)] = 1.0  # share of the compute, relative to other tenants
+    weight: Weight = 1.0  # share of the compute, relative to other tenants; under gdsf of the cache, too
     priority: int = 0  # lower goes first, strictly
     max_running: Positive | None = None  # requests in the engine's batch at a time
     kv_floor_tokens: NotNegative = 0  # cached tokens that others cannot take while they have more than their floor
@@ -354,7 +356,7 @@ def _check(settings: Settings) -> None:
     _check_budget(settings.engine)
     _check_chunks(settings.retrieval)
     _check_urls(settings)
-    _check_tenants(settings.tenants)
+    check_tenants(settings.tenants)
 
 
 def _check_ranks(settings: Settings) -> None:
@@ -408,30 +410,41 @@ def _check_urls(settings: Settings) -> None:
         raise ConfigError("server.host must not be empty", param="server.host")
 
 
-# Names in the engine's accounts that are no tenant's: the operator's published texts, and the rest of a full ledger.
-RESERVED_OWNERS = ("public", "other")
+# Names in the engine's accounts that are no tenant's: what the operator has published, the rest of a full ledger, and
+# whoever pressed a tenant.
+PUBLIC_OWNER = "public"
+RESERVED_OWNERS = (PUBLIC_OWNER, "other", "others")
+
+_TENANT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_KEY_HASH = re.compile(r"[0-9a-f]{64}")
 
 
-def _check_tenants(tenants: tuple[TenantSettings, ...]) -> None:
-    owner: dict[str, str] = {}
+def check_tenants(tenants: Sequence[TenantSettings]) -> None:
+    """Ids are ids, and a key belongs to one tenant. Raises `ConfigError`, which never shows what stands for a hash."""
+    owners: dict[str, str] = {}
     seen: set[str] = set()
     for index, tenant in enumerate(tenants):
         where = f"tenants[{index}]"
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", tenant.id):
-            raise ConfigError(f"{where}.id: {tenant.id!r} must be 1 to 64 of A-Z a-z 0-9 . _ -", param="tenants")
+        for name, value in (("id", tenant.id), ("cache_group", tenant.cache_group or "none")):
+            if not _TENANT_ID.fullmatch(value):
+                raise ConfigError(
+                    f"{where}.{name}: {value!r} must be 1 to 64 of A-Z a-z 0-9 . _ -", param=f"{where}.{name}"
+                )
         if tenant.id in seen:
-            raise ConfigError(f"{where}.id: {tenant.id!r} is used twice", param="tenants")
+            raise ConfigError(f"{where}.id: {tenant.id!r} is used twice", param=f"{where}.id")
         seen.add(tenant.id)
         if tenant.id in RESERVED_OWNERS:
-            raise ConfigError(f"{where}.id: {tenant.id!r} is a reserved name", param="tenants")
-        for key_hash in tenant.all_key_hashes:
-            if not re.fullmatch(r"[0-9a-f]{64}", key_hash):
-                raise ConfigError(
-                    f"{where}.key_hashes: not a hash of `radixgate key` (64 hex digits); never the key itself",
-                    param="tenants",
-                )
-            if (other := owner.setdefault(key_hash, tenant.id)) != tenant.id:
-                raise ConfigError(f"{where}.key_hashes: this key already belongs to tenant {other!r}", param="tenants")
+            raise ConfigError(f"{where}.id: {tenant.id!r} is a reserved name", param=f"{where}.id")
+        _check_key_hashes(tenant, f"{where}.key_hashes", owners)
+
+
+def _check_key_hashes(tenant: TenantSettings, where: str, owners: dict[str, str]) -> None:
+    for index, key_hash in enumerate(tenant.all_key_hashes):
+        at = f"{where}[{index}]"
+        if not _KEY_HASH.fullmatch(key_hash):
+            raise ConfigError(f"{at}: not a hash of `radixgate key` (64 hex digits); never the key itself", param=at)
+        if (other := owners.setdefault(key_hash, tenant.id)) != tenant.id:
+            raise ConfigError(f"{at}: this key already belongs to tenant {other!r}", param=at)
 
 
 def _value_of(settings: Settings, key: str) -> object:

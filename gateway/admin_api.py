@@ -7,21 +7,22 @@ user           403, whatever is asked for
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
-from litestar import Request, Response, Router, delete, get, patch, post, put
-from litestar.datastructures import State
+from litestar import Response, Router, delete, get, patch, post, put
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from msgspec import Meta
 
 from engine.errors import InvalidRequestError, NotFoundError, PermissionDeniedError
-from engine.protocol import EvictionLine, OwnerUse
+from engine.protocol import EvictionLine, OwnerUse, evictions_seen_by
 from gateway.audit_log import Actor, AuditEntry
 from gateway.auth import role_guard, tenant_guard
 from gateway.engine_port import Engine
+from gateway.http_io import HttpRequest, json_response, raw_body, whole_number
 from gateway.json_body import json_object, refuse_field
 from gateway.request_context import request_context
 from gateway.tenant_admin import KeyDraft, NewKey, TenantAdmin, TenantDraft, TenantPatch
@@ -31,10 +32,10 @@ from gateway.usage_api import UsagePages, operator_usage_route
 from retrieval import documents
 from retrieval.documents import DocumentError
 
-AnyRequest = Request[Any, Any, State]
 B = TypeVar("B")
 
 _MAX_PAGE = 1000
+_ENTRY_ID = re.compile(r"[0-9]{1,15}(-[0-9]{1,15})?")
 
 
 class RotateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,30 +121,30 @@ def admin_router(tenants: TenantDirectory, admin: TenantAdmin, engine: Engine, u
 # ---------------------------------------------------------------- who may
 
 
-def _caller(request: AnyRequest) -> Caller:
+def _caller(request: HttpRequest) -> Caller:
     caller = request_context(request.scope).caller
     assert caller is not None, "the router is behind tenant_guard"
     return caller
 
 
-def _actor(request: AnyRequest) -> Actor:
+def _actor(request: HttpRequest) -> Actor:
     caller = _caller(request)
     return Actor(name=caller.key.id, tenant_id=caller.tenant.id, request_id=request_context(request.scope).request_id)
 
 
-def _require_reach(request: AnyRequest, tenant_id: str) -> None:
+def _require_reach(request: HttpRequest, tenant_id: str) -> None:
     """Another tenant looks to a tenant's admin like one that is not there."""
     caller = _caller(request)
     if caller.key.role is not Role.OPERATOR and caller.tenant.id != tenant_id:
         raise NotFoundError(f"There is no tenant `{tenant_id[:64]}`.")
 
 
-def _require_operator(request: AnyRequest) -> None:
+def _require_operator(request: HttpRequest) -> None:
     if _caller(request).key.role is not Role.OPERATOR:
         raise PermissionDeniedError("This is for operator keys.")
 
 
-def _require_role_below(request: AnyRequest, role: Role) -> None:
+def _require_role_below(request: HttpRequest, role: Role) -> None:
     """Who may make, or renew, an operator's key is an operator."""
     if role is Role.OPERATOR:
         _require_operator(request)
@@ -152,19 +153,15 @@ def _require_role_below(request: AnyRequest, role: Role) -> None:
 # ---------------------------------------------------------------- bodies
 
 
-async def _body(request: AnyRequest, body_type: type[B]) -> B:
-    fields = json_object(await request.body(), request.headers.get("content-type", ""))
+async def _body(request: HttpRequest, body_type: type[B]) -> B:
+    fields = json_object(await raw_body(request), request.headers.get("content-type", ""))
     try:
         return msgspec.convert(fields, body_type)
     except msgspec.ValidationError as error:
         refuse_field(error)
 
 
-def _json(body: object, status: int = 200) -> Response[bytes]:
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
-
-
-def query_of(request: AnyRequest, known: Mapping[str, str]) -> dict[str, str]:
+def _query(request: HttpRequest, known: Mapping[str, str]) -> dict[str, str]:
     """The query's parameters, once each; an unknown one is a 400. `known`: name → default."""
     found = dict(known)
     for name, value in request.query_params.multi_items():
@@ -174,54 +171,48 @@ def query_of(request: AnyRequest, known: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def positive(text: str, name: str, most: int) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
-        raise InvalidRequestError(f"`{name}` must be a whole number from 1 to {most}.", param=name)
-    return int(text)
-
-
 # ---------------------------------------------------------------- tenants
 
 
 def _tenant_routes(admin: TenantAdmin) -> list[HTTPRouteHandler]:
     @get("/tenants")
-    async def list_tenants(request: AnyRequest) -> Response[bytes]:
+    async def list_tenants(request: HttpRequest) -> Response[bytes]:
         caller = _caller(request)
         if caller.key.role is Role.OPERATOR:
-            return _json(Page(data=tuple(await admin.tenants())))
-        return _json(Page(data=(await admin.tenant(caller.tenant.id),)))
+            return json_response(Page(data=tuple(await admin.tenants())))
+        return json_response(Page(data=(await admin.tenant(caller.tenant.id),)))
 
     @post("/tenants")
-    async def create_tenant(request: AnyRequest) -> Response[bytes]:
+    async def create_tenant(request: HttpRequest) -> Response[bytes]:
         _require_operator(request)
         draft = await _body(request, TenantDraft)
-        return _json(await admin.create_tenant(_actor(request), draft), 201)
+        return json_response(await admin.create_tenant(_actor(request), draft), status=201)
 
     @get("/tenants/{tenant_id:str}")
-    async def get_tenant(request: AnyRequest, tenant_id: FromPath[str]) -> Response[bytes]:
+    async def get_tenant(request: HttpRequest, tenant_id: FromPath[str]) -> Response[bytes]:
         _require_reach(request, tenant_id)
-        return _json(await admin.tenant(tenant_id))
+        return json_response(await admin.tenant(tenant_id))
 
     @patch("/tenants/{tenant_id:str}")
-    async def update_tenant(request: AnyRequest, tenant_id: FromPath[str]) -> Response[bytes]:
+    async def update_tenant(request: HttpRequest, tenant_id: FromPath[str]) -> Response[bytes]:
         _require_reach(request, tenant_id)
         _require_operator(request)
         change = await _body(request, TenantPatch)
-        return _json(await admin.update_tenant(_actor(request), tenant_id, change))
+        return json_response(await admin.update_tenant(_actor(request), tenant_id, change))
 
     @get("/tenants/{tenant_id:str}/limits")
-    async def get_limits(request: AnyRequest, tenant_id: FromPath[str]) -> Response[bytes]:
+    async def get_limits(request: HttpRequest, tenant_id: FromPath[str]) -> Response[bytes]:
         _require_reach(request, tenant_id)
         record = await admin.tenant(tenant_id)
-        return _json(LimitsView(limits=record.limits, policy=record.policy))
+        return json_response(LimitsView(limits=record.limits, policy=record.policy))
 
     @put("/tenants/{tenant_id:str}/limits")
-    async def put_limits(request: AnyRequest, tenant_id: FromPath[str]) -> Response[bytes]:
+    async def put_limits(request: HttpRequest, tenant_id: FromPath[str]) -> Response[bytes]:
         _require_reach(request, tenant_id)
         _require_operator(request)
         limits = await _body(request, RateLimits)
         record = await admin.update_tenant(_actor(request), tenant_id, TenantPatch(limits=limits))
-        return _json(LimitsView(limits=record.limits, policy=record.policy))
+        return json_response(LimitsView(limits=record.limits, policy=record.policy))
 
     return [list_tenants, create_tenant, get_tenant, update_tenant, get_limits, put_limits]
 
@@ -231,36 +222,36 @@ def _tenant_routes(admin: TenantAdmin) -> list[HTTPRouteHandler]:
 
 def _key_routes(admin: TenantAdmin) -> list[HTTPRouteHandler]:
     @get("/tenants/{tenant_id:str}/keys")
-    async def list_keys(request: AnyRequest, tenant_id: FromPath[str]) -> Response[bytes]:
+    async def list_keys(request: HttpRequest, tenant_id: FromPath[str]) -> Response[bytes]:
         _require_reach(request, tenant_id)
         await admin.tenant(tenant_id)
-        return _json(Page(data=tuple(map(KeyView.of, await admin.keys(tenant_id)))))
+        return json_response(Page(data=tuple(map(KeyView.of, await admin.keys(tenant_id)))))
 
     @post("/tenants/{tenant_id:str}/keys")
-    async def create_key(request: AnyRequest, tenant_id: FromPath[str]) -> Response[bytes]:
+    async def create_key(request: HttpRequest, tenant_id: FromPath[str]) -> Response[bytes]:
         _require_reach(request, tenant_id)
         draft = await _body(request, KeyDraft)
         _require_role_below(request, draft.role)
-        return _json(NewKeyView.of(await admin.create_key(_actor(request), tenant_id, draft)), 201)
+        return json_response(NewKeyView.of(await admin.create_key(_actor(request), tenant_id, draft)), status=201)
 
     @get("/tenants/{tenant_id:str}/keys/{key_id:str}")
-    async def get_key(request: AnyRequest, tenant_id: FromPath[str], key_id: FromPath[str]) -> Response[bytes]:
+    async def get_key(request: HttpRequest, tenant_id: FromPath[str], key_id: FromPath[str]) -> Response[bytes]:
         _require_reach(request, tenant_id)
-        return _json(KeyView.of(await admin.key(tenant_id, key_id)))
+        return json_response(KeyView.of(await admin.key(tenant_id, key_id)))
 
     @post("/tenants/{tenant_id:str}/keys/{key_id:str}/rotate")
-    async def rotate_key(request: AnyRequest, tenant_id: FromPath[str], key_id: FromPath[str]) -> Response[bytes]:
+    async def rotate_key(request: HttpRequest, tenant_id: FromPath[str], key_id: FromPath[str]) -> Response[bytes]:
         _require_reach(request, tenant_id)
         body = await _body(request, RotateBody)
         _require_role_below(request, (await admin.key(tenant_id, key_id)).role)
         new = await admin.rotate_key(_actor(request), tenant_id, key_id, body.grace_seconds)
-        return _json(NewKeyView.of(new), 201)
+        return json_response(NewKeyView.of(new), status=201)
 
     @post("/tenants/{tenant_id:str}/keys/{key_id:str}/revoke", status_code=200)
-    async def revoke_key(request: AnyRequest, tenant_id: FromPath[str], key_id: FromPath[str]) -> Response[bytes]:
+    async def revoke_key(request: HttpRequest, tenant_id: FromPath[str], key_id: FromPath[str]) -> Response[bytes]:
         _require_reach(request, tenant_id)
         _require_role_below(request, (await admin.key(tenant_id, key_id)).role)
-        return _json(KeyView.of(await admin.revoke_key(_actor(request), tenant_id, key_id)))
+        return json_response(KeyView.of(await admin.revoke_key(_actor(request), tenant_id, key_id)))
 
     return [list_keys, create_key, get_key, rotate_key, revoke_key]
 
@@ -270,30 +261,31 @@ def _key_routes(admin: TenantAdmin) -> list[HTTPRouteHandler]:
 
 def _published_routes(tenants: TenantDirectory, admin: TenantAdmin) -> list[HTTPRouteHandler]:
     @get("/prompts")
-    async def list_prompts(request: AnyRequest) -> Response[bytes]:
+    async def list_prompts(request: HttpRequest) -> Response[bytes]:
         prompts = tenants.published.prompts.values()
-        return _json(Page(data=tuple(PublishedView(id=p.id, created_at=p.created_at, text=p.text) for p in prompts)))
+        views = [PublishedView(id=p.id, created_at=p.created_at, text=p.text) for p in prompts]
+        return json_response(Page(data=tuple(views)))
 
     @put("/prompts/{prompt_id:str}")
-    async def publish_prompt(request: AnyRequest, prompt_id: FromPath[str]) -> Response[bytes]:
+    async def publish_prompt(request: HttpRequest, prompt_id: FromPath[str]) -> Response[bytes]:
         _require_operator(request)
         body = await _body(request, PromptBody)
         record = await admin.publish_prompt(_actor(request), _record_id(prompt_id), body.text)
-        return _json(PublishedView(id=record.id, created_at=record.created_at, text=record.text))
+        return json_response(PublishedView(id=record.id, created_at=record.created_at, text=record.text))
 
     @delete("/prompts/{prompt_id:str}", status_code=204)
-    async def withdraw_prompt(request: AnyRequest, prompt_id: FromPath[str]) -> None:
+    async def withdraw_prompt(request: HttpRequest, prompt_id: FromPath[str]) -> None:
         _require_operator(request)
         await admin.withdraw(_actor(request), Kind.PROMPTS, prompt_id)
 
     @get("/collections")
-    async def list_collections(request: AnyRequest) -> Response[bytes]:
+    async def list_collections(request: HttpRequest) -> Response[bytes]:
         found = tenants.published.collections.values()
         views = [PublishedView(id=c.id, created_at=c.created_at, num_documents=len(c.documents)) for c in found]
-        return _json(Page(data=tuple(views)))
+        return json_response(Page(data=tuple(views)))
 
     @put("/collections/{collection_id:str}")
-    async def publish_collection(request: AnyRequest, collection_id: FromPath[str]) -> Response[bytes]:
+    async def publish_collection(request: HttpRequest, collection_id: FromPath[str]) -> Response[bytes]:
         _require_operator(request)
         body = await _body(request, CollectionBody)
         try:
@@ -301,10 +293,11 @@ def _published_routes(tenants: TenantDirectory, admin: TenantAdmin) -> list[HTTP
         except DocumentError as error:
             raise InvalidRequestError(f"{error.path}: {error.message}", param=error.path) from error
         record = await admin.publish_collection(_actor(request), _record_id(collection_id), texts)
-        return _json(PublishedView(id=record.id, created_at=record.created_at, num_documents=len(record.documents)))
+        view = PublishedView(id=record.id, created_at=record.created_at, num_documents=len(record.documents))
+        return json_response(view)
 
     @delete("/collections/{collection_id:str}", status_code=204)
-    async def withdraw_collection(request: AnyRequest, collection_id: FromPath[str]) -> None:
+    async def withdraw_collection(request: HttpRequest, collection_id: FromPath[str]) -> None:
         _require_operator(request)
         await admin.withdraw(_actor(request), Kind.COLLECTIONS, collection_id)
 
@@ -327,40 +320,35 @@ def _record_id(text: str) -> str:
 
 def _report_routes(admin: TenantAdmin, engine: Engine) -> list[HTTPRouteHandler]:
     @get("/cache")
-    async def get_cache(request: AnyRequest) -> Response[bytes]:
+    async def get_cache(request: HttpRequest) -> Response[bytes]:
         caller = _caller(request)
         stats, info = await engine.stats(), engine.info
         block_size = info.block_size if info is not None else 0
         if caller.key.role is Role.OPERATOR:
-            return _json(
+            return json_response(
                 CacheView(
                     block_size=block_size, num_blocks=stats.num_blocks, owners=stats.owners, evictions=stats.ledger
                 )
             )
         own = caller.tenant.owner or caller.tenant.id
-        lines: dict[str, int] = {}
-        for line in stats.ledger:
-            if line.owner == own:
-                by = own if line.pressed_by == own else "others"
-                lines[by] = lines.get(by, 0) + line.num_blocks
-        return _json(
+        return json_response(
             CacheView(
                 block_size=block_size,
                 num_blocks=None,
                 owners=tuple(use for use in stats.owners if use.owner == own),
-                evictions=tuple(EvictionLine(owner=own, pressed_by=by, num_blocks=n) for by, n in lines.items()),
+                evictions=evictions_seen_by(own, stats.ledger),
             )
         )
 
     @get("/audit")
-    async def get_audit(request: AnyRequest) -> Response[bytes]:
-        query = query_of(request, {"limit": "100", "before": ""})
+    async def get_audit(request: HttpRequest) -> Response[bytes]:
+        query = _query(request, {"limit": "100", "before": ""})
         before = query["before"]
-        if before and not all(part.isascii() and part.isdigit() for part in before.split("-", 1)):
+        if before and not _ENTRY_ID.fullmatch(before):
             raise InvalidRequestError("`before` must be the id of an entry.", param="before")
         caller = _caller(request)
         own = None if caller.key.role is Role.OPERATOR else caller.tenant.id
-        entries, more = await admin.log.page(own, positive(query["limit"], "limit", _MAX_PAGE), before or None)
-        return _json(Page(data=tuple(entries), has_more=more))
+        entries, more = await admin.log.page(own, whole_number(query["limit"], "limit", 1, _MAX_PAGE), before or None)
+        return json_response(Page(data=tuple(entries), has_more=more))
 
     return [get_cache, get_audit]

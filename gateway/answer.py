@@ -96,6 +96,8 @@ class _Tally:
         if delta.account is not None and sibling == 0:
             self._accounts[prompt] = delta.account
             self._context.account = self._meter.account = self.account
+            self._meter.seconds_saved += delta.seconds_saved or 0.0
+            self._context.timing.seconds_saved = self._meter.seconds_saved
             if prompt == 0:
                 self.document_order = delta.document_order
         self._num_output_tokens[choice] = delta.num_output_tokens

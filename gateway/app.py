@@ -13,7 +13,7 @@
     /admin/v1  guard: role of the API key
       └─ tenants, keys, prompts, collections, usage, cache, audit ─► TenantAdmin ─► store
 
-    beside the requests: DirectorySync (tenants, from the store), Limiter and UsageRecorder (to the store), EngineSpeed
+    beside the requests: DirectorySync (tenants, from the store), Limiter and UsageRecorder (to the store)
 
 Objects are handed to the routes by closure: what a route needs is in its signature, and typed.
 """
@@ -38,12 +38,12 @@ from gateway.cache_documents_api import cache_document_routes
 from gateway.chat import ChatCompletions, chat_route
 from gateway.chat_documents import ChatRetriever
 from gateway.completions import Completions, completion_route
+from gateway.connections import with_body_deadline
 from gateway.dashboard.routes import template_config
 from gateway.directory_sync import DirectorySync
 from gateway.drain import Drain
 from gateway.embeddings_api import embedding_routes
 from gateway.engine_port import Engine
-from gateway.engine_speed import EngineSpeed
 from gateway.error_responses import exception_handlers
 from gateway.files_api import file_routes
 from gateway.health import ReadinessProbe, health_routes
@@ -56,7 +56,7 @@ from gateway.retrieval_service import RetrievalService
 from gateway.served_model import ServedModels
 from gateway.store_client import StoreClient
 from gateway.tenant_admin import TenantAdmin
-from gateway.tenants import TenantDirectory
+from gateway.tenants import TenantDirectory, public_scope
 from gateway.usage import UsageReader, UsageRecorder
 from gateway.usage_api import UsagePages, own_usage_route
 from gateway.vector_store_batches_api import vector_store_batch_routes
@@ -87,14 +87,14 @@ def create_app(
     drain = drain or Drain()
     store = store or StoreClient(None)
     sync = DirectorySync(store, tenants)
-    limiter, speed = Limiter(store), EngineSpeed(engine)
+    limiter = Limiter(store)
     recorder = UsageRecorder(store, settings.usage.retention_days)
     usage = UsagePages(UsageReader(store), recorder, settings.usage)
     models = ServedModels(engine)
     retrieval: RetrievalService | None = None
     if redis is not None and embedder is not None:
         retrieval = RetrievalService(settings.retrieval, redis, embedder, engine, models, tenants.may_store)
-    metering = Metering(limiter, recorder, speed, settings.usage)
+    metering = Metering(limiter, recorder, settings.usage)
     retriever = ChatRetriever(engine, retrieval)
     answering = Answering(engine, models, drain, tenants, metering, settings.server.max_choices)
     chat = ChatCompletions(answering, retriever)
@@ -112,7 +112,7 @@ def create_app(
             *vector_store_file_routes(retrieval),
             *vector_store_batch_routes(retrieval),
             *embedding_routes(retrieval),
-            *cache_document_routes(retrieval, engine, tenants.secret),
+            *cache_document_routes(retrieval, engine, public_scope(tenants.secret)),
         ]
     v1 = Router("/v1", guards=[tenant_guard(tenants)], route_handlers=routes)
     admin = admin_router(tenants, TenantAdmin(store, tenants.secret, sync.poll), engine, usage)
@@ -126,7 +126,7 @@ def create_app(
         try:
             if retrieval is not None:
                 await retrieval.start()
-            async with _background([sync.run(), limiter.run(), recorder.run(), speed.run()]):
+            async with _background([sync.run(), limiter.run(), recorder.run()]):
                 yield
             with suppress(StoreUnavailableError):
                 await limiter.pay_debts()
@@ -145,6 +145,7 @@ def create_app(
         exception_handlers=exception_handlers(),
         template_config=template_config(),
         before_send=[add_request_id],
+        middleware=[with_body_deadline],
         request_max_body_size=settings.server.max_body_bytes,
         openapi_config=None,
         logging_config=None,

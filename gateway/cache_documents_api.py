@@ -3,8 +3,8 @@
 `id` is a file's id, which means all its passages; a vector store's, which means all of its files (also those that come
 later, if it is pinned); or one document's own, as a search and a chat name it, or as a client gave it. Only what lies
 under the tenant's own scope is counted, in every tier, and warmed; deleting erases all of its KV, under whatever a
-client has narrowed its scope to. To the operator's keys what is public belongs as well. The document itself stays where
-it is: that is /v1/files' matter.
+client has narrowed its scope to. To the operator, by its keys or its tenant, what is public belongs as well. The
+document itself stays where it is: that is /v1/files' matter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gateway.request_context import request_context
 from gateway.retrieval_service import RetrievalService
 from gateway.retrieval_types import Deleted
 from gateway.tenant_records import Role
-from gateway.tenants import Tenant, public_scope
+from gateway.tenants import Tenant
 from retrieval.library import COLLECTION_PREFIX
 from retrieval.records import chunk_id, document_id_of
 
@@ -99,14 +99,19 @@ class CacheDocuments:
         return WarmResult(id=document_id, queued=queued, pinned=pinned)
 
 
-def cache_document_routes(retrieval: RetrievalService, engine: Engine, secret: bytes) -> list[HTTPRouteHandler]:
+def cache_document_routes(retrieval: RetrievalService, engine: Engine, public: bytes) -> list[HTTPRouteHandler]:
+    """`public`: the scope of what the operator has published."""
     documents = CacheDocuments(retrieval)
+
+    def owns_public(request: HttpRequest) -> bool:
+        caller = request_context(request.scope).caller
+        return caller is not None and (caller.key.role is Role.OPERATOR or retrieval.is_operator(caller.tenant.id))
 
     @get("/cache/documents/{document_id:str}")
     async def retrieve(request: HttpRequest, document_id: FromPath[str]) -> Response[bytes]:
         tenant = tenant_of(request)
         ids = await documents.documents_of(tenant, document_id)
-        scopes = (tenant.scope, public_scope(secret)) if _is_operator(request) else (tenant.scope,)
+        scopes = (tenant.scope, public) if owns_public(request) else (tenant.scope,)
         asked = GetDocumentStats(query_id=uuid.uuid4().hex, scopes=scopes, document_ids=ids)
         uses = (await engine.document_stats(asked)).documents
         pins = {document_id_of(each) for each in await retrieval.pins.chunks(tenant.id)}
@@ -136,18 +141,19 @@ def cache_document_routes(retrieval: RetrievalService, engine: Engine, secret: b
     @delete("/cache/documents/{document_id:str}", status_code=200)
     async def erase(request: HttpRequest, document_id: FromPath[str]) -> Response[bytes]:
         tenant = tenant_of(request)
-        ids = await documents.documents_of(tenant, document_id)
-        owners = (tenant.owner or tenant.id, *((PUBLIC_OWNER,) if _is_operator(request) else ()))
-        counts = [await retrieval.erasure.erase(owner, ids) for owner in owners]
-        erased = None if None in counts else sum(count for count in counts if count is not None)
+        stored = await documents.chunk_ids(tenant, document_id)
+        if stored and retrieval.is_operator(tenant.id):
+            erased = await retrieval.erase(tenant, stored)
+        else:
+            ids = tuple(document_id_of(each) for each in stored) or (document_id,)
+            owners = (tenant.owner or tenant.id, *((PUBLIC_OWNER,) if owns_public(request) else ()))
+            counts = [await retrieval.erasure.erase(owner, ids) for owner in owners]
+            erased = None if None in counts else sum(count for count in counts if count is not None)
+        if erased == 0 and not stored:
+            raise NotFoundError(f"No such document: {document_id[:100]!r}.")
         return json_response(Deleted(id=document_id, object="cache.document.deleted", erased_blocks=erased))
 
     return [retrieve, pin, unpin, warm_now, erase]
-
-
-def _is_operator(request: HttpRequest) -> bool:
-    caller = request_context(request.scope).caller
-    return caller is not None and caller.key.role is Role.OPERATOR
 
 
 def _summary(document_id: str, ids: tuple[str, ...], uses: tuple[DocumentUse, ...], *, pinned: bool) -> CachedDocument:

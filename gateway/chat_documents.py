@@ -30,6 +30,7 @@ from gateway.openai_types import (
 from gateway.prefill_ahead import prefill
 from gateway.prompt import Message, PromptDocuments
 from gateway.prompt_scopes import PromptScopes
+from gateway.published import Published
 from gateway.query_rewrite import rewrite_query
 from gateway.retrieval_request import ChatRetrieval
 from gateway.retrieval_service import RetrievalService
@@ -147,7 +148,7 @@ class ChatRetriever:
     ) -> ChatDocuments:
         """Raises `RadixgateError` or `RetrievalError`."""
         if request.retrieval is None:
-            return _clients_own(request)
+            return _clients_own(request, scopes.published)
         if self._service is None:
             raise UnsupportedParameterError("`retrieval`: this server has none.", param="retrieval")
         return await self._retrieve(self._service, request.retrieval, request, tenant, scopes, model)
@@ -231,8 +232,11 @@ class ChatRetriever:
             new,
             wanted.document_order,
             wanted.pin_top,
-            lambda each: service.popularity.rank(retrieved.tenant.id, each.passage.document_id),
-            lambda each: each.passage.document_id,
+            lambda each: (
+                not each.is_public,
+                -service.popularity.rank(retrieved.tenant.id, each.passage.document_id),
+                each.passage.document_id,
+            ),
         )
         latest = tuple(_as_document(each, model) for each in ordered)
         note = _rank_note(retrieved.found) if wanted.rank_note else ""
@@ -256,8 +260,8 @@ class ChatRetriever:
         self, service: RetrievalService, names: Sequence[Name], ids: Sequence[str], model: ServedModel
     ) -> tuple[Document, ...]:
         """Documents of an earlier turn; those that were deleted since are gone from the prompt too."""
-        found = [service.indexes.passage(names, each) for each in ids]
-        return tuple(_as_document(Found(each, 0.0, {}), model) for each in found if each is not None)
+        found = [service.indexes.find(names, each) for each in ids]
+        return tuple(_as_document(each, model) for each in found if each is not None)
 
 
 def without_earlier_turns(documents: ChatDocuments) -> ChatDocuments | None:
@@ -277,9 +281,16 @@ def without_earlier_turns(documents: ChatDocuments) -> ChatDocuments | None:
     )
 
 
-def _clients_own(request: ChatRequest) -> ChatDocuments:
+def _clients_own(request: ChatRequest, published: Published) -> ChatDocuments:
     order = request.body.document_order
-    latest = tuple(arrange(request.documents, order, request.body.pin_top, lambda _: 0, lambda each: each.id))
+    latest = tuple(
+        arrange(
+            request.documents,
+            order,
+            request.body.pin_top,
+            lambda each: (not published.is_public_document(each), each.id),
+        )
+    )
     return ChatDocuments(
         prompt=PromptDocuments(head=latest),
         latest=latest,
@@ -292,7 +303,7 @@ def _clients_own(request: ChatRequest) -> ChatDocuments:
 def _as_document(found: Found, model: ServedModel) -> Document:
     passage = found.passage
     tokens = passage.tokens if passage.tokenizer == model.tokenizer_name else b""
-    return Document(passage.document_id, passage.title, passage.text, tokens)
+    return Document(passage.document_id, passage.title, passage.text, tokens, found.is_public)
 
 
 def _rank_note(found: Sequence[Found]) -> str:

@@ -44,8 +44,8 @@ class Engine(Protocol):
         """The engine's metrics in Prometheus' text format. Raises `EngineUnavailableError`."""
         ...
 
-    async def cache_view(self, owner: str | None, max_nodes: int, timeout: float) -> CacheView:
-        """The cache as it is now; of one owner only, if given. Raises `EngineUnavailableError`."""
+    async def cache_view(self, owner: str | None, tenant_id: str | None, max_nodes: int, timeout: float) -> CacheView:
+        """The cache now; of one owner, and one tenant's requests, if given. Raises `EngineUnavailableError`."""
         ...
 
     async def erase(self, request: Erase) -> Erased:

@@ -36,5 +36,13 @@ async def body_of(request: HttpRequest, kind: type[Body]) -> Body:
     return read_body(await raw_body(request), request.headers.get("content-type", ""), kind)
 
 
-def json_response(body: msgspec.Struct, headers: dict[str, str] | None = None) -> Response[bytes]:
-    return Response(msgspec.json.encode(body), media_type="application/json", headers=headers)
+def json_response(body: msgspec.Struct, headers: dict[str, str] | None = None, *, status: int = 200) -> Response[bytes]:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json", headers=headers)
+
+
+def whole_number(text: str, name: str, least: int, most: int) -> int:
+    """A query parameter's value. Raises `InvalidRequestError`. Python refuses to read thousands of digits at all."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+    if not is_number or not least <= int(text) <= most:
+        raise InvalidRequestError(f"`{name}` must be a whole number from {least} to {most}.", param=name)
+    return int(text)

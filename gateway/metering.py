@@ -17,7 +17,6 @@ from math import ceil
 from engine.errors import RadixgateError
 from engine.protocol import PromptAccount
 from engine.settings import UsageSettings
-from gateway.engine_speed import EngineSpeed
 from gateway.rate_limits import DAY_MS, Held, Limiter, Reservation
 from gateway.tenants import Caller
 from gateway.usage import Bucket, UsageRecorder, counts_of_account, this_minute
@@ -49,6 +48,7 @@ class Meter:
         self.attempt = attempt
         self.account: PromptAccount | None = None
         self.num_output_tokens = 0
+        self.seconds_saved = 0.0  # of prefill, as the engine has measured itself
         self.taken_on = False  # the engine has begun with it
         self.aborted = False
         self.failed = False
@@ -79,11 +79,10 @@ class Meter:
 
 
 class Metering:
-    def __init__(self, limiter: Limiter, recorder: UsageRecorder, speed: EngineSpeed, settings: UsageSettings) -> None:
+    def __init__(self, limiter: Limiter, recorder: UsageRecorder, settings: UsageSettings) -> None:
         self.limiter = limiter
         self.cached_token_factor = settings.cached_token_factor
         self._recorder = recorder
-        self._speed = speed
         self._abandoned: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     @asynccontextmanager
@@ -115,7 +114,7 @@ class Metering:
             aborted=int(meter.aborted),
             failed=int(meter.failed),
             output=meter.num_output_tokens,
-            saved_us=self._speed.saved_microseconds(account.num_cached_tokens),
+            saved_us=round(meter.seconds_saved * 1e6),
         )
         counts.update(counts_of_account(account))
         bucket = Bucket(attempt.caller.tenant.id, attempt.caller.key.id, attempt.model, this_minute())

@@ -16,7 +16,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
@@ -70,6 +70,7 @@ class PrefillAhead:
         library: Library,
         popularity: Popularity,
         pins: Pins,
+        is_public: Callable[[str, str], Awaitable[bool]],
         tokens_per_minute: int,
         may_store: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
@@ -79,6 +80,7 @@ class PrefillAhead:
         self._library = library
         self._popularity = popularity
         self._pins = pins
+        self._is_public = is_public  # a tenant's document
         self._rate = tokens_per_minute / 60
         self._capacity = float(tokens_per_minute)
         self._may_store = may_store
@@ -142,7 +144,8 @@ class PrefillAhead:
         chunks = await self._library.chunks(tenant, [chunk_id])
         prompts = sorted(ahead.prompts.values(), key=lambda each: -each.uses)[:_PROMPTS_AHEAD]
         for chunk in chunks:  # none, if it was deleted meanwhile
-            document = Document(chunk.document_id, chunk.title, chunk.text)
+            is_public = await self._is_public(tenant, chunk.document_id)
+            document = Document(chunk.document_id, chunk.title, chunk.text, is_public=is_public)
             for prompt in prompts:
                 ahead.tokens_left -= await self._prefill(tenant, prompt, document, pinned=pinned)
 

@@ -238,7 +238,8 @@ def _document_pieces(
 ) -> tuple[Piece, ...]:
     bodies: list[Piece] = []
     for document in documents:
-        level = Level.PUBLIC if published.is_public_document(document) else Level.SHARED
+        is_public = document.is_public or published.is_public_document(document)
+        level = Level.PUBLIC if is_public else Level.SHARED
         bodies.append(Piece(kind, render(document), level, document.id, document.tokens))
     return (_ours(frame, _HEAD), *bodies, _ours(frame, _FOOT))
 

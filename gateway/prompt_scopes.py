@@ -3,7 +3,8 @@
     [template | published system prompt | published document | own document | history | question | answer]
      ── public ──────────────────────────────────────────────►── shared ────►── own ─────────────────────►
 
-    public   what the operator has published, and the template's text up to there: every tenant
+    public   what the operator has published, passages of its public collections, and what the template puts between
+             them, up to the last of them: every tenant
     shared   system prompts and documents: the tenant, or its cache group
     own      what an end user wrote and was told: the end user that the request names in `user`; without one, as shared
 
@@ -20,10 +21,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from engine.settings import PUBLIC_OWNER
 from gateway.published import Published
 from gateway.tenants import Tenant, narrow_scope, public_scope
 
-PUBLIC_OWNER = "public"
 _END_USER = "user"
 
 

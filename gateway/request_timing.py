@@ -31,7 +31,7 @@ class RequestTiming:
         self.prepare_seconds: float | None = None
         self.queue_seconds: float | None = None
         self.retrieval: tuple[float, float] | None = None  # from when to when, in seconds since the request's arrival
-        self.seconds_saved = 0.0
+        self.seconds_saved = 0.0  # of all prompts
 
     @contextmanager
     def retrieving(self) -> Generator[None]:
@@ -49,7 +49,7 @@ class RequestTiming:
         now = time.monotonic() if now is None else now
         if delta.queue_seconds is not None and self.queue_seconds is None:
             # Of the first choice: the prompt is counted once, however many choices there are.
-            self.queue_seconds, self.seconds_saved = delta.queue_seconds, delta.seconds_saved or 0.0
+            self.queue_seconds = delta.queue_seconds
         if not delta.num_output_tokens:
             return
         if self.time_to_first_token is None:

@@ -56,7 +56,14 @@ class RetrievalService:
         self.pins = Pins(commands, self.library)
         self.erasure = Erasure(engine, commands)
         self.prefill = PrefillAhead(
-            engine, models, self.library, self.popularity, self.pins, settings.prefill_tokens_per_minute, may_store
+            engine,
+            models,
+            self.library,
+            self.popularity,
+            self.pins,
+            self._is_public,
+            settings.prefill_tokens_per_minute,
+            may_store,
         )
         parser = ParserProcess(timeout_seconds=settings.parse_seconds, memory_bytes=settings.parse_memory)
         self.ingestor = Ingestor(self.library, parser, embedder, self._tokenizer, self._ingested)
@@ -75,8 +82,20 @@ class RetrievalService:
 
     async def erase(self, tenant: Tenant, chunk_ids: Sequence[str]) -> int | None:
         """The KV of passages that this tenant has deleted; what others have of the operator's goes as well."""
-        owner = None if tenant.id == self.settings.operator_tenant else tenant.owner or tenant.id
+        owner = None if self.is_operator(tenant.id) else tenant.owner or tenant.id
         return await self.erasure.erase(owner, [document_id_of(each) for each in chunk_ids])
+
+    def is_operator(self, tenant_id: str) -> bool:
+        """Whether collections of this tenant can be public."""
+        return tenant_id == self.settings.operator_tenant
+
+    async def _is_public(self, tenant_id: str, document_id: str) -> bool:
+        if not self.is_operator(tenant_id):
+            return False
+        names = [(tenant_id, each.id) for each in await self.library.collections(tenant_id) if each.public]
+        for name in names:
+            await self.indexes.current(name)
+        return self.indexes.find(names, document_id) is not None
 
     def _ingested(self, job: Job, member: CollectionFile) -> None:
         self.prefill.offer(job.tenant, member.chunk_ids)

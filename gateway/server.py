@@ -19,9 +19,11 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import uvicorn
 
@@ -30,6 +32,7 @@ from engine.settings import Settings, embedder_endpoint, engine_endpoint, load_s
 from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.auth import load_or_create_secret
+from gateway.connections import Connection, SilenceWatch, allow_many_files
 from gateway.drain import Drain
 from gateway.first_run import completed
 from gateway.handover import (
@@ -55,6 +58,8 @@ _CLOSE_SECONDS = 5
 # Longer than clients keep idle connections in their pools, so that it is they who close them.
 _KEEP_ALIVE_SECONDS = 75
 
+_TICKS_A_SWEEP = 10
+
 
 class GatewayServer(uvicorn.Server):
     """A uvicorn server whose signals drain first."""
@@ -69,6 +74,13 @@ class GatewayServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
+        self.silence = SilenceWatch(time.monotonic)
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's, ten times a second."""
+        if counter % _TICKS_A_SWEEP == 0:
+            self.silence.sweep(cast("set[Connection]", self.server_state.connections))
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -156,6 +168,7 @@ def build_server(settings: Settings) -> GatewayServer:
 
 def run_gateway(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns."""
+    allow_many_files()
     build_server(settings).run(sockets=inherited_sockets(os.environ))
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 import msgspec
+from msgspec import Meta
 
 from engine.errors import ConflictError, InvalidRequestError, NotFoundError
 from gateway.audit_log import Actor, AuditLine, AuditLog, RecordChange
@@ -66,7 +67,7 @@ class TenantPatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class KeyDraft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Label = ""
     role: Role = Role.USER
-    expires_in_seconds: float | None = None
+    expires_in_seconds: Annotated[float, Meta(gt=0, le=100 * 365 * 86_400)] | None = None
 
 
 class NewKey(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from engine.protocol import TenantPolicy
+from engine.protocol import MAX_WEIGHT, MIN_WEIGHT, TenantPolicy
 from engine.settings import RESERVED_OWNERS, TenantSettings
 
 Count = Annotated[int, Meta(ge=1, le=2**53)]
@@ -44,7 +44,7 @@ class RateLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class SharePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tenant's share of the engine; `engine/fair_queue.py` and `engine/eviction.py` say what the words mean."""
 
-    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    weight: Annotated[float, Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     max_running: Count | None = None
     kv_floor_tokens: NotNegative = 0

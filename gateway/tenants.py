@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
-from engine.settings import TenantSettings
+from engine.settings import TenantSettings, check_tenants
 from gateway.published import Published
 from gateway.tenant_records import (
     CollectionRecord,
@@ -33,7 +32,6 @@ from gateway.tenant_records import (
 )
 
 SCOPE_BYTES = 16
-_KEY_HASH = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class TenantDirectory:
         self._tenants: dict[str, Tenant] = {}
         self._keys: dict[str, KeyRecord] = {}
         self._keys_by_hash: dict[str, KeyRecord] = {}
-        self._check_seeds()
+        check_tenants(self.seeds)
         for settings in self.seeds:
             tenant, keys = records_of_settings(settings)
             for record in (tenant, *keys):
@@ -104,6 +102,11 @@ class TenantDirectory:
 
     def tenant(self, tenant_id: str) -> Tenant | None:
         return self._tenants.get(tenant_id)
+
+    def owner_of(self, tenant_id: str) -> str:
+        """Who pays for a tenant's KV: itself, or its cache group."""
+        tenant = self._tenants.get(tenant_id)
+        return tenant_id if tenant is None else tenant.owner or tenant_id
 
     def may_store(self, tenant_id: str) -> bool:
         """Whether its KV may be kept; of an unknown tenant it may not."""
@@ -148,25 +151,6 @@ class TenantDirectory:
                 self.published.drop_prompt(record_id)
             case Kind.COLLECTIONS:
                 self.published.drop_collection(record_id)
-
-    # ------------------------------------------------------------ check
-
-    def _check_seeds(self) -> None:
-        seen: set[str] = set()
-        owners: dict[str, str] = {}
-        for i, settings in enumerate(self.seeds):
-            path = f"tenants[{i}]"
-            if not settings.id or settings.id in seen:
-                raise ConfigError(f"{path}.id is empty or used twice: {settings.id!r}", param=f"{path}.id")
-            seen.add(settings.id)
-            for j, key_hash in enumerate(settings.all_key_hashes):
-                where = f"{path}.key_hashes[{j}]"
-                if not _KEY_HASH.fullmatch(key_hash):
-                    raise ConfigError(
-                        f"{where} is not 64 lower-case hex digits; `radixgate key` prints one", param=where
-                    )
-                if owners.setdefault(key_hash, settings.id) != settings.id:
-                    raise ConfigError(f"{where} is another tenant's too", param=where)
 
 
 def narrow_scope(scope: bytes, narrowing: Mapping[str, str]) -> bytes:

@@ -12,15 +12,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-from litestar import Request, Response, get
-from litestar.datastructures import State
+from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 
 from engine.errors import InvalidRequestError
 from engine.settings import UsageSettings
+from gateway.http_io import HttpRequest, json_response, whole_number
 from gateway.request_context import request_context
 from gateway.tenant_records import Role
 from gateway.usage import CACHED_CLASSES, PROMPT_CLASSES, UsageReader, UsageRecorder, UsageRow
@@ -159,26 +159,26 @@ class UsagePages:
 
 def own_usage_route(usage: UsagePages) -> HTTPRouteHandler:
     @get("/usage")
-    async def get_own_usage(request: Request[Any, Any, State]) -> Response[bytes]:
+    async def get_own_usage(request: HttpRequest) -> Response[bytes]:
         caller = request_context(request.scope).caller
         assert caller is not None, "the route is behind tenant_guard"
-        return _json(await usage.page(_query(request, caller.tenant.id)))
+        return json_response(await usage.page(_query(request, caller.tenant.id)))
 
     return get_own_usage
 
 
 def operator_usage_route(usage: UsagePages) -> HTTPRouteHandler:
     @get("/usage")
-    async def get_usage(request: Request[Any, Any, State]) -> Response[bytes]:
+    async def get_usage(request: HttpRequest) -> Response[bytes]:
         caller = request_context(request.scope).caller
         assert caller is not None, "the route is behind tenant_guard"
         own = None if caller.key.role is Role.OPERATOR else caller.tenant.id
-        return _json(await usage.page(_query(request, own)))
+        return json_response(await usage.page(_query(request, own)))
 
     return get_usage
 
 
-def _query(request: Request[Any, Any, State], own_tenant: str | None) -> UsageQuery:
+def _query(request: HttpRequest, own_tenant: str | None) -> UsageQuery:
     """`own_tenant`: the only one that may be asked for. Another's id matches nothing, as one that does not exist."""
     lists: dict[str, list[str]] = {name: [] for name in _LISTS}
     single: dict[str, str] = {}
@@ -194,13 +194,14 @@ def _query(request: Request[Any, Any, State], own_tenant: str | None) -> UsageQu
     if width_name not in _WIDTHS:
         raise InvalidRequestError(f"`bucket_width` must be one of {', '.join(_WIDTHS)}.", param="bucket_width")
     start, end = _times(single, _WIDTHS[width_name])
+    limit = whole_number(single.get("limit", str(_DEFAULT_BUCKETS[width_name])), "limit", 1, _MAX_BUCKETS[width_name])
     asked = frozenset(lists["project_ids"])
     tenant_ids = asked or None if own_tenant is None else frozenset({own_tenant}) & (asked or {own_tenant})
     return UsageQuery(
         start=start,
         end=end,
         width=_WIDTHS[width_name],
-        limit=_number(single.get("limit", str(_DEFAULT_BUCKETS[width_name])), "limit", 1, _MAX_BUCKETS[width_name]),
+        limit=limit,
         group_by=tuple(_group(name) for name in lists["group_by"]),
         tenant_ids=tenant_ids,
         key_ids=frozenset(lists["api_key_ids"]),
@@ -213,10 +214,10 @@ def _times(single: dict[str, str], width: int) -> tuple[int, int]:
     latest = now // width * width + width
     if "start_time" not in single:
         raise InvalidRequestError("`start_time` (Unix seconds) is required.", param="start_time")
-    start = _number(single["start_time"], "start_time", 0, 2**40)
+    start = whole_number(single["start_time"], "start_time", 0, 2**40)
     if "page" in single:
-        start = _number(single["page"].removeprefix("page_"), "page", 0, 2**40)
-    end = min(_number(single["end_time"], "end_time", 0, 2**40), latest) if "end_time" in single else latest
+        start = whole_number(single["page"].removeprefix("page_"), "page", 0, 2**40)
+    end = min(whole_number(single["end_time"], "end_time", 0, 2**40), latest) if "end_time" in single else latest
     if start >= end:
         raise InvalidRequestError("`start_time` must be before `end_time` and not in the future.", param="start_time")
     return start, end
@@ -227,13 +228,3 @@ def _group(name: str) -> Group:
         if group == name:
             return group
     raise InvalidRequestError(f"`group_by` must be one of {', '.join(GROUPS)}.", param="group_by")
-
-
-def _number(text: str, name: str, least: int, most: int) -> int:
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-        raise InvalidRequestError(f"`{name}` must be a whole number from {least} to {most}.", param=name)
-    return int(text)
-
-
-def _json(page: UsagePage) -> Response[bytes]:
-    return Response(msgspec.json.encode(page), media_type="application/json")

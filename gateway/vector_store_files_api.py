@@ -27,7 +27,7 @@ POLL_HEADER = {"openai-poll-after-ms": "250"}
 def member_page(request: HttpRequest, store_id: str, members: Sequence[CollectionFile]) -> Response[bytes]:
     """By the request's `filter` and paging parameters."""
     query = read_query(request.query_params, MemberQuery)
-    wanted = [VectorStoreFile.of(store_id, each) for each in members if query.filter in ("", each.status)]
+    wanted = [VectorStoreFile.of(store_id, each) for each in members if query.filter in (None, each.status)]
     return json_response(page(wanted, query, lambda file: file.id))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -100,7 +100,7 @@ class SearchStore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class MemberQuery(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    filter: FileStatus | Literal[""] = ""
+    filter: FileStatus | None = None
 
 
 def as_chunking(strategy: ChunkingStrategy, auto: Chunking) -> Chunking:

@@ -76,5 +76,5 @@ def vector_store_routes(retrieval: RetrievalService) -> list[HTTPRouteHandler]:
 
 
 def _check_public(public: bool | None, tenant: Tenant, retrieval: RetrievalService) -> None:
-    if public and tenant.id != retrieval.settings.operator_tenant:
+    if public and not retrieval.is_operator(tenant.id):
         raise PermissionDeniedError("Only the operator's vector stores can be public.", param="public")

@@ -45,6 +45,7 @@ class Found:
     passage: Passage
     score: float  # 0 to 1
     attributes: Attributes
+    is_public: bool  # in a collection that every tenant may read
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +121,10 @@ class CollectionIndex:
     def set_attributes(self, file_id: str, attributes: Attributes) -> None:
         self._files[file_id].attributes = attributes
 
-    def passage(self, document_id: str) -> Passage | None:
+    def find(self, document_id: str) -> Found | None:
         key = self._by_document.get(document_id)
-        return None if key is None else self._passages.get(key)
+        passage = None if key is None else self._passages.get(key)
+        return None if passage is None else Found(passage, 0.0, {}, self.is_public)
 
     def advance_graph(self, max_rows: int) -> None:
         self._vectors.advance(max_rows)
@@ -148,7 +150,8 @@ class CollectionIndex:
         for key, score in ranked:
             passage = self._passages[key]
             if passage.text not in found:
-                found[passage.text] = Found(passage, score, self._files[passage.file_id].attributes)
+                attributes = self._files[passage.file_id].attributes
+                found[passage.text] = Found(passage, score, attributes, self.is_public)
                 if len(found) == k:
                     break
         return list(found.values())

@@ -32,6 +32,7 @@ class Document:
     title: str
     text: str
     tokens: bytes = field(default=b"", compare=False, repr=False)  # packed ids of its rendering, if they are known
+    is_public: bool = field(default=False, compare=False)  # found in a collection that everybody may read
 
 
 def parse(raw: object, path: str = "documents") -> list[Document]:

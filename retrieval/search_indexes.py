@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import ParamSpec, TypeVar, cast
 
 from retrieval import keys
-from retrieval.collection_index import CollectionIndex, Found, Passage, Weights
+from retrieval.collection_index import CollectionIndex, Found, Weights
 from retrieval.embedder_client import Embedder, Floats
 from retrieval.errors import NotFoundError, StoreUnavailableError, UnavailableError
 from retrieval.filters import Predicate
@@ -78,15 +78,11 @@ class SearchIndexes:
     def is_loaded(self, name: Name) -> bool:
         return name in self._indexes
 
-    def is_public(self, name: Name) -> bool:
-        index = self._indexes.get(name)
-        return index is not None and index.is_public
-
-    def passage(self, names: Sequence[Name], document_id: str) -> Passage | None:
+    def find(self, names: Sequence[Name], document_id: str) -> Found | None:
         """A passage that one of these collections has now."""
         for name in names:
             index = self._indexes.get(name)
-            if index is not None and (found := index.passage(document_id)) is not None:
+            if index is not None and (found := index.find(document_id)) is not None:
                 return found
         return None
 

@@ -37,7 +37,7 @@ class Searcher:
         own, public = (tenant, collection_id), (self._operator, collection_id)
         if self._indexes.is_loaded(own):
             return own
-        if self._operator and self._indexes.is_public(public):
+        if self._operator and self._indexes.is_loaded(public) and (await self._indexes.current(public)).is_public:
             return public
         try:
             await self._library.collection(*own)

@@ -10,6 +10,8 @@ tried: that is how its speed is learned. And since a tier that is never read is 
 
 from __future__ import annotations
 
+from engine.prefill_speed import PrefillSpeed
+
 RETRY_EVERY = 32
 
 
@@ -40,7 +42,7 @@ class FetchGate:
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self.prefill = Ewma()  # tokens
+        self.prefill = PrefillSpeed()  # the engine's own, once it has this gate
         self.bandwidth = {"host": Ewma(), "disk": Ewma()}  # bytes
         self.num_refused = {"host": 0, "disk": 0}
 
@@ -57,5 +59,4 @@ class FetchGate:
         return None if rate is None else (blocks * self._block_bytes + queued_bytes) / rate
 
     def compute_seconds(self, tokens: int) -> float | None:
-        rate = self.prefill.rate
-        return None if rate is None else tokens / rate
+        return self.prefill.seconds_for(tokens) or None

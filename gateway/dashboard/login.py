@@ -17,8 +17,9 @@ from argon2 import PasswordHasher
 from argon2.exceptions import Argon2Error, InvalidHashError
 
 from gateway.auth import hash_api_key
-from gateway.dashboard.session import SESSION_SECONDS, Session
-from gateway.tenants import TenantDirectory
+from gateway.dashboard.session import SESSION_SECONDS, Session, View
+from gateway.tenant_records import Role
+from gateway.tenants import Caller, TenantDirectory
 
 ATTEMPTS = 10
 ATTEMPT_WINDOW = 60.0  # seconds
@@ -57,22 +58,24 @@ class Login:
         return bool(self._password_hash)
 
     async def log_in(self, credential: str) -> Session | None:
-        """The session of a key or of the operator's password."""
+        """The session of a key, which sees what its role may see, or of the operator's password."""
         until = int(time.time()) + SESSION_SECONDS
         key_hash = hash_api_key(self._tenants.secret, credential)
         caller = self._tenants.find(key_hash)
         if caller is not None and caller.problem(time.time()) is None:
-            return Session(role="tenant", tenant_id=caller.tenant.id, stands_on=key_hash, until=until)
+            return Session(role=_view_of(caller), tenant_id=caller.tenant.id, stands_on=key_hash, until=until)
         if self._password_hash and await self._is_password(credential):
             return Session(role="operator", tenant_id="", stands_on=self._password_mark(), until=until)
         return None
 
     def still_holds(self, session: Session) -> bool:
-        """Whether the key is still valid, and still of this tenant, or the password still the same."""
+        """Whether the key is still valid, of this tenant and of this role, or the password still the same."""
         if not session.tenant_id:
             return bool(self._password_hash) and session.stands_on == self._password_mark()
         caller = self._tenants.find(session.stands_on)
-        return caller is not None and caller.tenant.id == session.tenant_id and caller.problem(time.time()) is None
+        if caller is None or caller.problem(time.time()) is not None:
+            return False
+        return (caller.tenant.id, _view_of(caller)) == (session.tenant_id, session.role)
 
     async def _is_password(self, password: str) -> bool:
         async with self._one_at_a_time:
@@ -85,6 +88,10 @@ class Login:
 def hash_password(password: str, salt: bytes | None = None) -> str:
     """What `security.operator_password_hash` holds; the salt is random if none is given."""
     return PasswordHasher().hash(password, salt=salt)
+
+
+def _view_of(caller: Caller) -> View:
+    return "operator" if caller.key.role is Role.OPERATOR else "tenant"
 
 
 def _verify(password_hash: str, password: str) -> bool:

@@ -49,8 +49,12 @@ class Savings:
 
 
 class Pages:
-    def __init__(self, engine: Engine, history: HistoryReader, usage: UsageSettings) -> None:
+    def __init__(
+        self, engine: Engine, history: HistoryReader, usage: UsageSettings, owner_of: Callable[[str], str]
+    ) -> None:
+        """`owner_of`: a tenant → the owner of its KV."""
         self._engine = engine
+        self._owner_of = owner_of
         self._history = history
         self._usage = usage
         self._views: dict[str | None, tuple[float, CacheView]] = {}
@@ -109,7 +113,8 @@ class Pages:
         now = time.monotonic()
         taken, view = self._views.get(who, (0.0, None))
         if view is None or now - taken > _VIEW_SECONDS:
-            view = await self._engine.cache_view(who, _TREE_NODES, _ENGINE_TIMEOUT)
+            owner = None if who is None else self._owner_of(who)
+            view = await self._engine.cache_view(owner, who, _TREE_NODES, _ENGINE_TIMEOUT)
             # Only what is fresh is kept: as many views as there are viewers in a second.
             self._views = {name: kept for name, kept in self._views.items() if now - kept[0] <= _VIEW_SECONDS}
             self._views[who] = (now, view)

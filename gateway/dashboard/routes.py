@@ -62,7 +62,7 @@ class Dashboard:
     def __init__(self, settings: Settings, engine: Engine, tenants: TenantDirectory, history: HistoryReader) -> None:
         self._signer = SessionSigner(tenants.secret)
         self._login = Login(tenants, settings.security.operator_password_hash)
-        self._pages = Pages(engine, history, settings.usage)
+        self._pages = Pages(engine, history, settings.usage, tenants.owner_of)
 
     # ------------------------------------------------------------ who
 

@@ -24,11 +24,11 @@ SESSION_COOKIE = "radixgate_session"
 FORM_COOKIE = "radixgate_form"
 SESSION_SECONDS = 12 * 3600
 
-Role = Literal["operator", "tenant"]
+View = Literal["operator", "tenant"]  # everyone's figures, or one tenant's
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    role: Role
+    role: View
     tenant_id: str  # "": an operator who logged in by password
     stands_on: str  # the hash of a key, or of the password's hash
     until: int  # Unix seconds

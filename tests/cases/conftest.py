@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,15 +16,18 @@ from engine.engine import LLMEngine
 from engine.measured_engine import MeasuredEngine
 from engine.protocol import EngineStats
 from engine.server import EngineServer
-from engine.settings import EngineSettings, TenantSettings
+from engine.settings import EngineSettings, RetrievalSettings, Settings
+from retrieval.redis_commands import connect_store
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.harness import engine_info
+from tests.engine.tiers.tiered_harness import host_only
 from tests.gateway.byte_tokenizer import byte_tokenizer
 from tests.gateway.chat_templates import CHATML, SPECIAL_TOKENS
-from tests.gateway.conftest import RunningGateway, empty_store_url, run_gateway_thread, store_server
+from tests.gateway.conftest import RunningGateway, empty_store_url, run_gateway_thread, store_server, store_url
 from tests.gateway.fake_engine import FakeEngine
+from tests.retrieval.hashing_embedder import HashingEmbedder
 
-__all__ = ["empty_store_url", "store_server"]  # fixtures of the gateway's tests
+__all__ = ["empty_store_url", "store_server", "store_url"]  # fixtures of the gateway's tests
 
 NUM_BLOCKS = 512
 BLOCK_SIZE = 16
@@ -54,13 +57,9 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
 
 
 def run_stack(
-    tmp_path: Path,
-    *,
-    num_blocks: int = NUM_BLOCKS,
-    store_url: str | None = None,
-    keys: dict[str, str] | None = None,
-    tenants: list[TenantSettings] | None = None,
+    tmp_path: Path, *, num_blocks: int = NUM_BLOCKS, host_blocks: int = 0, **gateway_options: Any
 ) -> Iterator[Stack]:
+    """`host_blocks`: with a host tier of so many. `gateway_options`: as for `run_gateway_thread`."""
     tokenizer = byte_tokenizer()
     info = msgspec.structs.replace(
         engine_info(num_blocks, BLOCK_SIZE, 4096),
@@ -73,15 +72,30 @@ def run_stack(
     runner = FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=256)  # bytes only: it never ends by itself
     settings = EngineSettings(max_num_seqs=16, max_num_batched_tokens=512, prefill_chunk_size=128)
     engine = LLMEngine(info, settings, runner)
+    if host_blocks:
+        tiers = host_only(host_blocks, BLOCK_SIZE)
+        runner.host = tiers.host_slab
+        engine.attach_tiers(tiers)
     server = EngineServer(MeasuredEngine(engine), f"ipc://{tmp_path}/engine.sock", drain_seconds=0)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:
         client = EngineClient(server.endpoint)
-        for gateway in run_gateway_thread(cast("FakeEngine", client), store_url=store_url, keys=keys, tenants=tenants):
+        for gateway in run_gateway_thread(cast("FakeEngine", client), **gateway_options):
             gateway.wait_until(lambda: client.info is not None)
             yield Stack(gateway, engine, runner, server)
     finally:
         server.stop()
         thread.join(20)
         assert not thread.is_alive()
+
+
+def retrieval_options(store_url: str, operator_tenant: str) -> dict[str, Any]:
+    """For `run_stack`: retrieval and the admin API over one store."""
+    settings = RetrievalSettings(operator_tenant=operator_tenant, chunk_tokens=400, prefill_tokens_per_minute=0)
+    return {
+        "settings": Settings(retrieval=settings),
+        "store_url": store_url,
+        "redis": connect_store(store_url),
+        "embedder": HashingEmbedder(),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from array import array
@@ -70,17 +71,57 @@ def test_a_forged_path_cannot_write_a_line_of_the_log(stack: Stack, caplog: pyte
 
 
 def test_a_client_that_sends_and_reads_slowly_holds_up_nobody(stack: Stack) -> None:
-    """Slow clients: half a request, and an answer that is never read, beside a client that is served."""
-    key = stack.gateway.keys["bob"]
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n".encode()
-    opened = [socket.create_connection(("127.0.0.1", stack.gateway.port)) for _ in range(20)]
+    """Half a request, and an answer that is never read, beside a client that is served."""
+    halves = [connect(stack, b"") for _ in range(20)]
+    payload = json.dumps(
+        {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 3000}
+    ).encode()
+    deaf = [connect(stack, b"content-type: application/json\r\n", payload) for _ in range(4)]
     try:
-        for client in opened:
-            client.sendall(head)
+        stack.gateway.wait_until(lambda: stack.engine.stats().num_requests_finished == len(deaf))
         assert [cached(ask(stack)) > 0 for _ in range(2)] == [False, True]
     finally:
-        for client in opened:
+        for client in (*halves, *deaf):
             client.close()
+    stack.gateway.wait_until(lambda: stack.gateway.drain.num_active == 0)
+    assert stack.wait_idle().num_active_blocks == 0
+
+
+def connect(stack: Stack, headers: bytes, body: bytes = b"", length: int = 0) -> socket.socket:
+    """With a small window, and a request under way; without a body it stays half a head."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    client.settimeout(30)
+    client.connect(("127.0.0.1", stack.gateway.port))
+    client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
+    client.sendall(b"authorization: Bearer " + stack.gateway.keys["bob"].encode() + b"\r\n" + headers)
+    if body:
+        client.sendall(f"content-length: {length or len(body)}\r\n\r\n".encode() + body)
+    return client
+
+
+def test_connections_on_which_no_request_begins_are_closed(stack: Stack) -> None:
+    """Each is an open file: whoever opens a thousand and says nothing would shut everybody out."""
+    ask(stack)
+    stack.gateway.server.silence.head_seconds = 0.05
+    half = connect(stack, b"")
+    assert half.recv(1) == b""
+    half.close()
+    stack.runner.step_seconds = 0.02  # an answer that takes longer than that is no silence
+    answer = ask(stack, max_tokens=80, stream=True)
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_body_that_drips_is_refused(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.connections.BODY_SECONDS", 0.2)
+    client = connect(stack, b"content-type: application/json\r\n", b'{"model": ', length=100)
+    answer = b""
+    while b"too slowly" not in answer and (part := client.recv(4096)):
+        answer += part
+    client.close()
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"too slowly" in answer
+    assert cached(ask(stack)) == 0
 
 
 @pytest.mark.parametrize(

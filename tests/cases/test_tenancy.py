@@ -5,6 +5,7 @@ Each test of isolation has its positive half: what B must not get, A does get, o
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import time
@@ -16,7 +17,12 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.errors import InvalidRequestError
+from engine.prefix_index import PrefixIndex
+from engine.protocol import Segment
+from engine.scoped_tokens import ScopedTokens
 from engine.settings import TenantSettings
+from engine.tiers.directory import BlockIdentity, TierDirectory
 from gateway.auth import hash_api_key
 from tests.cases.conftest import BLOCK_SIZE, MODEL, Stack, run_stack
 from tests.gateway.admin_client import AdminClient
@@ -61,12 +67,44 @@ def test_b_reads_nothing_of_a(stack: Stack) -> None:
     assert cached(ask(stack, "alice")) > 0
 
 
+def test_b_reads_nothing_of_a_from_the_tier_below_either(tmp_path: Path) -> None:
+    """sglang#26747: the lower tier's key had only tokens. Over HTTP; by the header that says from where tokens came."""
+    for stack in run_stack(tmp_path, num_blocks=64, host_blocks=256):
+        ask(stack, "alice")
+        for i in range(4):  # alice's blocks leave the device
+            ask(stack, "bob", f"{i} {QUESTION}")
+        assert places(ask(stack, "bob"))["host"] == cached(ask(stack, "carol")) == 0
+        for i in range(4):
+            ask(stack, "bob", f"{i} {QUESTION}")
+        assert places(ask(stack, "alice"))["host"] > 0
+
+
+def places(response: httpx.Response) -> dict[str, int]:
+    pairs = (pair.split("=") for pair in response.headers["x-radixgate-cache"].split(", "))
+    return {name: int(count) for name, count in pairs}
+
+
 def test_the_victims_salt_opens_nothing(stack: Stack) -> None:
     """vllm#53347: the salt was the caller's, so that an attacker sends the victim's."""
     for field in ("cache_salt", "prompt_cache_key", "user"):
         ask(stack, "alice", **{field: "victim"})
         assert cached(ask(stack, "bob", **{field: "victim"})) == 0
         assert cached(ask(stack, "alice", **{field: "victim"})) > 0
+
+
+def test_no_call_of_the_cache_works_without_a_scope() -> None:
+    """sglang#37160, LMCache#4825: a salt that was optional was dropped at a connector. Here there is no default."""
+    for function in (Segment, Segment.of, BlockIdentity, ScopedTokens.of):
+        assert inspect.signature(function).parameters["scope"].default is inspect.Parameter.empty
+    for cls in (PrefixIndex, TierDirectory):
+        functions = [each for name, each in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")]
+        parameters = [each for function in functions for each in inspect.signature(function).parameters.values()]
+        assert not {"token_ids", "tokens"} & {each.name for each in parameters}, "tokens without their scope"
+        scoped = [each for each in parameters if each.annotation == "ScopedTokens"]
+        assert scoped
+        assert all(each.default is inspect.Parameter.empty for each in scoped)
+    with pytest.raises(InvalidRequestError):
+        ScopedTokens.of([1, 2, 3], b"", 4)
 
 
 def visible(response: httpx.Response) -> tuple[object, ...]:
@@ -144,6 +182,18 @@ def test_a_tenant_that_opted_out_leaves_nothing(tmp_path: Path) -> None:
         assert kept > 0
         ask(stack, "bob")
         assert stack.wait_idle().num_cached_blocks == kept
+
+
+def test_a_tenant_that_opted_out_leaves_nothing_below_either(tmp_path: Path) -> None:
+    keys = new_keys()
+    tenants = tenants_of(keys, bob={"no_store": True})
+    for stack in run_stack(tmp_path, keys=keys, tenants=tenants, num_blocks=64, host_blocks=64):
+        for i in range(6):  # more than the device holds
+            ask(stack, "bob", f"{i} {QUESTION}")
+        assert [tier.num_blocks for tier in stack.wait_idle().tiers] == [0]
+        for i in range(6):
+            ask(stack, "alice", f"{i} {QUESTION}")
+        assert [tier.num_blocks > 0 for tier in stack.wait_idle().tiers] == [True]
 
 
 # ---------------------------------------------------------------- nobody takes anybody else's

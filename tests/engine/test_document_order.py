@@ -90,16 +90,20 @@ def test_nothing_cached_gives_the_canonical_order_whatever_was_given() -> None:
 def test_the_best_documents_may_be_pinned_next_to_the_question() -> None:
     tree = Tree()
     tree.put([1, 2, 3, 4])
-    assert tree.order([1, 4, 3, 2], pin_top=1) == [2, 3, 4, 1]
-    assert tree.order([1, 4, 3, 2], pin_top=2) == [2, 3, 4, 1]
-    assert tree.order([1, 2], pin_top=9) == [2, 1]
+    assert tree.order([4, 3, 2, 1], pin_top=1) == [2, 3, 4, 1]
+    assert tree.order([3, 2, 4, 1], pin_top=2) == [2, 3, 4, 1]
+    assert tree.order([2, 1], pin_top=9) == [2, 1]
 
 
-def test_documents_of_different_scopes_stay_as_given() -> None:
+def test_documents_of_each_scope_are_ordered_among_themselves() -> None:
+    """Scopes may only narrow along a prompt: a public document cannot change places with a private one."""
     tree = Tree()
-    segments = [SYSTEM, document(2), document(1, scope=OTHER)]
+    tree.put([3, 2])
+    segments = [SYSTEM, document(2), document(3), document(6, scope=OTHER), document(5, scope=OTHER), QUESTION]
     ordered = order_documents(segments, tree.index, tree.popularity)
-    assert (ordered.segments, ordered.order) == (tuple(segments), (0, 1))
+    assert ordered.order == (1, 0, 3, 2)
+    assert ordered.segments == (SYSTEM, *(segments[1 + i] for i in ordered.order), QUESTION)
+    assert order_documents(segments, tree.index, tree.popularity, pin_top=1).order == (1, 0, 2, 3)
 
 
 def test_a_prompt_without_documents_is_left_alone() -> None:

@@ -362,11 +362,34 @@ def test_output_that_cannot_be_made_into_text_ends_its_own_request_only(monkeypa
     [
         ({"policy": TenantPolicy(weight=0.0)}, "policy.weight"),
         ({"policy": TenantPolicy(weight=float("nan"))}, "policy.weight"),
+        ({"policy": TenantPolicy(weight=5e-324)}, "policy.weight"),
+        ({"policy": TenantPolicy(weight=float("inf"))}, "policy.weight"),
         ({"policy": TenantPolicy(max_running=0)}, "policy.max_running"),
+        ({"policy": TenantPolicy(kv_floor_tokens=-1)}, "policy.kv_floor_tokens"),
+        ({"policy": TenantPolicy(kv_quota_tokens=-1)}, "policy.kv_quota_tokens"),
         ({"sampling": SamplingParams(max_tokens=1, stop=("",))}, "stop"),
+        ({"sampling": SamplingParams(max_tokens=1, stop=("x",) * 65)}, "stop"),
+        ({"sampling": SamplingParams(max_tokens=1, stop=("x" * 4097,))}, "stop"),
         ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
         ({"sampling": SamplingParams(max_tokens=1, num_logprobs=21)}, "num_logprobs"),
         ({"sampling": SamplingParams(max_tokens=1, num_logprobs=-1)}, "num_logprobs"),
+        ({"sampling": SamplingParams(max_tokens=1, min_tokens=-1)}, "min_tokens"),
+        *(
+            ({"sampling": SamplingParams(max_tokens=1, **{name: value})}, name)
+            for name, values in {
+                "temperature": (float("nan"), float("inf"), -0.1),
+                "top_p": (float("nan"), 0.0, -1.0, 2.0),
+                "top_k": (-1,),
+                "min_p": (float("nan"), -0.1, 1.5),
+                "seed": (2**64, -(2**64)),
+                "frequency_penalty": (float("nan"), float("inf")),
+                "presence_penalty": (float("nan"), -1e9),
+                "repetition_penalty": (float("nan"), 0.0, -1.0, float("inf")),
+                "logit_bias": ({0: float("nan")}, {0: float("inf")}),
+            }.items()
+            for value in values
+        ),
+        ({"pin_top": -1, "document_order": "cache"}, "pin_top"),
         ({"sampling": SamplingParams(max_tokens=1, logit_bias={VOCAB: 1.0})}, "logit_bias"),
         ({"sampling": SamplingParams(max_tokens=1, logit_bias={-1: 1.0})}, "logit_bias"),
         ({"segments": ()}, "messages"),

@@ -106,6 +106,17 @@ def test_gdsf_keeps_what_is_hit_often_and_lets_old_popularity_fade() -> None:
     assert index.match_prefix(ScopedTokens.of([1], SCOPES["acme"], BLOCK, "acme"), 1).num_tokens == 0
 
 
+@pytest.mark.parametrize(("policy", "first"), [("gdsf", 20), ("lru", 10)])
+def test_gdsf_weighs_a_block_by_its_owners_weight(policy: Policy, first: int) -> None:
+    """Two prompts asked equally often: the one of the tenant with less weight goes, though it was used later."""
+    index = PrefixIndex(BLOCK, policy=policy)
+    index.order.set_limits("acme", 0, None, weight=3.0)
+    for owner, block in (("acme", 10), ("borealis", 20)):
+        for _ in range(2):
+            put(index, owner, [1], block)
+    assert list(index.evict(1, "x")) == [first]
+
+
 def test_gdsf_remembers_uses_of_what_had_to_go() -> None:
     """A document that is asked for more often than another, but never twice before it has to go, was always new."""
     index = PrefixIndex(BLOCK, policy="gdsf")

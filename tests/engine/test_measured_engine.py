@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.engine import LLMEngine
-from engine.measured_engine import MeasuredEngine, PrefillSpeed
+from engine.measured_engine import MeasuredEngine
+from engine.prefill_speed import PrefillSpeed
 from engine.protocol import (
     Delta,
     GetCacheView,
@@ -16,6 +18,7 @@ from engine.protocol import (
     SegmentKind,
     Submit,
     TenantPolicy,
+    pack_tokens,
 )
 from engine.settings import EngineSettings
 from tests.engine.fake_runner import FakeRunner
@@ -37,9 +40,8 @@ class Ticks:
 
 def measured(num_blocks: int = 64, **options: int) -> MeasuredEngine:
     settings = EngineSettings(block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=128, prefill_chunk_size=64)
-    engine = LLMEngine(
-        engine_info(num_blocks, BLOCK, num_blocks * BLOCK), settings, FakeRunner(num_blocks, BLOCK, VOCAB - 1)
-    )
+    runner = FakeRunner(num_blocks, BLOCK, VOCAB - 1)
+    engine = LLMEngine(engine_info(num_blocks, BLOCK, num_blocks * BLOCK), settings, runner, Ticks())
     return MeasuredEngine(engine, Ticks(), **options)
 
 
@@ -174,11 +176,23 @@ def test_the_view_of_one_owner_holds_nothing_of_another() -> None:
         run(engine)
     engine.add_request(submit("live", range(50), "bob"))
     everything = engine.cache_view(GetCacheView(query_id="q"))
-    mine = engine.cache_view(GetCacheView(query_id="q", owner="alice"))
+    mine = engine.cache_view(GetCacheView(query_id="q", owner="alice", tenant_id="alice"))
     assert {node.owner for node in everything.nodes} == {"alice", "bob"}
     assert {node.owner for node in mine.nodes} == {owner.owner for owner in mine.owners} == {"alice"}
     assert (mine.block_map, mine.requests) == (b"", ())
     assert [request.tenant_id for request in everything.requests] == ["bob"]
+
+
+def test_the_view_of_one_owner_shows_what_hangs_below_a_public_prompt_and_not_the_prompt() -> None:
+    """A tenant that asks behind a published prompt saw an empty tree."""
+    engine = measured()
+    public = Segment(SegmentKind.SYSTEM, pack_tokens(range(16)), b"p" * 16, owner="public")
+    for tenant, start in (("alice", 100), ("bob", 200)):
+        request = submit(tenant, range(start, start + 20), tenant)
+        engine.add_request(msgspec.structs.replace(request, segments=(public, *request.segments)))
+        run(engine)
+    mine = engine.cache_view(GetCacheView(query_id="q", owner="alice", tenant_id="alice"))
+    assert [(node.owner, node.parent, node.first_token) for node in mine.nodes] == [("alice", None, 16)]
 
 
 def test_the_tree_comes_parents_first_and_bounded() -> None:

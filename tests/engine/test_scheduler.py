@@ -8,7 +8,7 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.request import Request
 from engine.scheduler import Scheduler, SchedulerLimits
 from tests.engine.fake_runner import expected_output
-from tests.engine.harness import Harness
+from tests.engine.harness import SCOPE_B, Harness
 
 
 def tables(harness: Harness) -> dict[str, list[int]]:
@@ -124,6 +124,40 @@ def test_the_request_that_arrived_last_is_preempted_and_waits_at_its_old_place()
     assert order.index("a") < order.index("b")
     for name, prompt in prompts.items():
         assert harness.tokens_of(name) == expected_output(prompt, 14, 255)
+    harness.check()
+
+
+def test_a_quiet_tenants_question_does_not_wait_for_prompts_that_others_have_begun() -> None:
+    """Running prompts had the budget before anybody was admitted: a question waited for each of them to its end."""
+    harness = Harness(num_blocks=256, block_size=4, token_budget=16, chunk=16, max_num_seqs=1 + 4)
+    for number in range(4):
+        harness.submit([number, *range(100, 220)], max_tokens=1, tenant="noisy")
+    for _ in range(3):
+        harness.step()
+    harness.submit([1, 2, 3], max_tokens=1, name="quiet", scope=SCOPE_B, tenant="quiet")
+    harness.step()
+    assert "quiet" in harness.finished
+    harness.run()
+    harness.check()
+
+
+def test_a_flood_is_preempted_and_not_the_quiet_tenant_that_came_last() -> None:
+    """Each request of a quiet tenant arrives behind a flood: as the latest it would be thrown out again and again."""
+    harness = Harness(num_blocks=16, block_size=4, token_budget=64, chunk=32, max_num_seqs=8)
+    flood = [harness.submit([base, base + 1, base + 2], max_tokens=24, tenant="noisy") for base in (0, 20, 40, 60)]
+    harness.step()
+    harness.submit([100, 101], max_tokens=20, name="quiet", scope=SCOPE_B, tenant="quiet")
+    was_running: list[bool] = []
+    while "quiet" not in harness.finished:
+        harness.step()
+        was_running.append("quiet" in tables(harness) or "quiet" in harness.finished)
+    assert harness.engine.stats().num_preemptions > 0
+    assert was_running == [True] * 20  # admitted at once, and not interrupted once
+    harness.run()
+    assert all(
+        harness.tokens_of(name) == expected_output([b, b + 1, b + 2], 24, 255)
+        for name, b in zip(flood, (0, 20, 40, 60), strict=True)
+    )
     harness.check()
 
 

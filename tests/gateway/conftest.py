@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from litestar import Litestar
 from redis.asyncio import Redis
 
 from engine.settings import ServerSettings, Settings, TenantSettings
@@ -47,6 +48,7 @@ class RunningGateway:
     loop: asyncio.AbstractEventLoop
     thread: threading.Thread
     http: httpx.Client  # without a key
+    app: Litestar
 
     def client(self, tenant: str = "alice") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=20)
@@ -140,7 +142,7 @@ def run_gateway_thread(
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
     thread.start()
     http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
-    gateway = RunningGateway(f"http://127.0.0.1:{port}", port, engine, drain, keys, server, loop, thread, http)
+    gateway = RunningGateway(f"http://127.0.0.1:{port}", port, engine, drain, keys, server, loop, thread, http, app)
     try:
         gateway.wait_until(lambda: server.started)
         yield gateway

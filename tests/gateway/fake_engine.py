@@ -64,14 +64,14 @@ def empty_view() -> CacheView:
     )
 
 
-def one_owner(view: CacheView, owner: str) -> CacheView:
+def one_owner(view: CacheView, owner: str, tenant_id: str | None) -> CacheView:
     return msgspec.structs.replace(
         view,
         nodes=tuple(node for node in view.nodes if node.owner == owner),
         block_map=b"",
         owners=tuple(row for row in view.owners if row.owner == owner),
         evictions=tuple(row for row in view.evictions if row.owner == owner),
-        requests=tuple(row for row in view.requests if row.tenant_id == owner),
+        requests=tuple(row for row in view.requests if row.tenant_id == tenant_id),
     )
 
 
@@ -156,10 +156,10 @@ class FakeEngine:
             raise EngineUnavailableError("no engine")
         return self.metrics
 
-    async def cache_view(self, owner: str | None, max_nodes: int, timeout: float) -> CacheView:
+    async def cache_view(self, owner: str | None, tenant_id: str | None, max_nodes: int, timeout: float) -> CacheView:
         if not self.reachable:
             raise EngineUnavailableError("no engine")
-        return self.view if owner is None else one_owner(self.view, owner)
+        return self.view if owner is None else one_owner(self.view, owner, tenant_id)
 
     async def erase(self, request: Erase) -> Erased:
         if not self.reachable:
@@ -236,35 +236,29 @@ class FakeEngine:
             await asyncio.Event().wait()
         submit, order = self._arrange(submit)
         account = self._admit(submit)
+        admitted = Delta(
+            request_id=submit.request_id,
+            text="",
+            num_output_tokens=0,
+            account=account,
+            document_order=order,
+            queue_seconds=0.0,
+            seconds_saved=account.num_cached_tokens / self.prefill_speed,
+        )
         if command == "wait":
-            yield Delta(
-                request_id=submit.request_id, text="", num_output_tokens=0, account=account, document_order=order
-            )
+            yield admitted
             await asyncio.Event().wait()
         text, reason = self._output(submit)
         for i, char in enumerate(text, 1):
             if command == "break" and i > 3:
                 raise from_wire(code, f"the engine says {code}", None)
             last = reason if i == len(text) else None
-            yield Delta(
-                request_id=submit.request_id,
-                text=char,
-                num_output_tokens=i,
-                tokens=_drawn(char, submit.sampling.num_logprobs),
-                account=account if i == 1 else None,
-                document_order=order if i == 1 else None,
-                finish_reason=last,
-            )
+            first = admitted if i == 1 else Delta(request_id=submit.request_id, text="", num_output_tokens=0)
+            tokens = _drawn(char, submit.sampling.num_logprobs)
+            yield msgspec.structs.replace(first, text=char, num_output_tokens=i, tokens=tokens, finish_reason=last)
             await asyncio.sleep(0)
         if not text:
-            yield Delta(
-                request_id=submit.request_id,
-                text="",
-                num_output_tokens=0,
-                account=account,
-                document_order=order,
-                finish_reason=reason,
-            )
+            yield msgspec.structs.replace(admitted, finish_reason=reason)
 
     def _output(self, submit: Submit) -> tuple[str, FinishReason]:
         text = self.question(submit)
@@ -281,8 +275,8 @@ class FakeEngine:
             return submit, None
         places = [i for i, each in enumerate(submit.segments) if each.kind is SegmentKind.DOCUMENT]
         head, foot = submit.segments[: places[0]], submit.segments[places[-1] + 1 :]
-        pinned = tuple(reversed(range(min(submit.pin_top, len(places)))))
-        orders = [(*free, *pinned) for free in permutations(range(len(pinned), len(places)))]
+        num_free = max(0, len(places) - submit.pin_top)
+        orders = [(*free, *range(num_free, len(places))) for free in permutations(range(num_free))]
         arranged = [(*head, *(submit.segments[places[i]] for i in order), *foot) for order in orders]
         best = max(range(len(orders)), key=lambda i: (self._num_cached(arranged[i]), -i))
         return msgspec.structs.replace(submit, segments=arranged[best]), orders[best]

@@ -229,46 +229,6 @@ async def test_two_administrators_cannot_undo_each_other_unseen(empty_store_url:
 
 # ---------------------------------------------------------------- who may
 
-ROUTES = [
-    ("GET", "tenants/{t}", None),
-    ("PATCH", "tenants/{t}", {"name": "x"}),
-    ("GET", "tenants/{t}/limits", None),
-    ("PUT", "tenants/{t}/limits", {}),
-    ("GET", "tenants/{t}/keys", None),
-    ("POST", "tenants/{t}/keys", {}),
-    ("GET", "tenants/{t}/keys/{k}", None),
-    ("POST", "tenants/{t}/keys/{k}/rotate", {}),
-    ("POST", "tenants/{t}/keys/{k}/revoke", None),
-]
-
-
-@pytest.mark.parametrize(("method", "path", "body"), ROUTES)
-def test_a_foreign_id_is_404_on_every_route_and_looks_like_none(
-    stored_gateway: RunningGateway, root: AdminClient, method: str, path: str, body: object
-) -> None:
-    """litellm#16303, #35530: other tenants' objects by id; or a 403 that says which ids exist."""
-    foreign_key = root.ok("GET", "tenants/bob/keys")["data"][0]["id"]
-    own_key = root.ok("GET", "tenants/alice/keys")["data"][0]["id"]
-    admin = AdminClient(stored_gateway, "alice-admin")
-    there = admin.call(method, path.format(t="bob", k=foreign_key), body)
-    nowhere = admin.call(method, path.format(t="bop", k=foreign_key), body)
-    assert (there.status_code, nowhere.status_code) == (404, 404)
-    assert error_of(there)["message"].replace("bob", "bop") == error_of(nowhere)["message"]
-    if "{k}" in path:  # a foreign key under the own tenant, and an own key under a foreign tenant
-        assert admin.call(method, path.format(t="alice", k=foreign_key), body).status_code == 404
-        assert admin.call(method, path.format(t="bob", k=own_key), body).status_code == 404
-    assert status_of(stored_gateway, stored_gateway.keys["bob"]) == 200
-    if (method, path) != ("PATCH", "tenants/{t}") and method != "PUT":
-        # The positive half: the same route with an own id does something.
-        assert admin.call(method, path.format(t="alice", k=own_key), body).status_code in (200, 201)
-
-
-@pytest.mark.parametrize(("method", "path", "body"), ROUTES)
-def test_a_users_key_gets_nowhere(stored_gateway: RunningGateway, method: str, path: str, body: object) -> None:
-    user = AdminClient(stored_gateway, "alice")
-    for tenant in ("alice", "bob", "nobody"):
-        assert user.call(method, path.format(t=tenant, k="key_x"), body).status_code == 403
-
 
 @pytest.mark.parametrize(
     ("method", "path", "body"),
@@ -322,7 +282,17 @@ def test_the_audit_log_says_who_did_what_and_pages(stored_gateway: RunningGatewa
     assert all(entry["line"]["actor"]["request_id"] for entry in entries[:5])
 
 
-@pytest.mark.parametrize("query", [{"limit": "0"}, {"limit": "x"}, {"before": "yesterday"}, {"since": "1"}])
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"limit": "0"},
+        {"limit": "x"},
+        {"limit": "9" * 5000},
+        {"before": "yesterday"},
+        {"before": str(2**64)},
+        {"since": "1"},
+    ],
+)
 def test_a_bad_query_is_400(root: AdminClient, query: dict[str, str]) -> None:
     assert root.call("GET", "audit", **query).status_code == 400
 

@@ -13,7 +13,8 @@ import httpx
 import msgspec
 import pytest
 
-from engine.protocol import CacheView, EvictionView, OwnerView, PrefixNode, RequestView
+from engine.protocol import CacheView, EvictionLine, OwnerUse, PrefixNode, RequestView
+from gateway.auth import hash_api_key
 from gateway.dashboard.drawings import TREE_HEIGHT, draw_tree
 from gateway.dashboard.login import ATTEMPTS, LoginThrottle
 from gateway.dashboard.session import FORM_COOKIE, SESSION_COOKIE, Session, SessionSigner
@@ -21,7 +22,7 @@ from gateway.history import HistoryWriter
 from gateway.metrics import GatewayMetrics
 from gateway.store import EmbeddedStore
 from gateway.store_client import StoreClient
-from tests.gateway.conftest import RunningGateway
+from tests.gateway.conftest import SECRET, RunningGateway
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.operated import PASSWORD, ask, run_operated, run_store
 from tests.gateway.test_metrics import record
@@ -144,6 +145,62 @@ def test_the_operator_sees_everyone_and_can_look_at_one(operated: RunningGateway
         assert "of tenant <strong>bob</strong>" in client.get("/dashboard", params={"tenant": "bob"}).text
 
 
+def test_an_operators_key_opens_the_operators_view(operated: RunningGateway) -> None:
+    """It ruled over /admin/v1, and on the dashboard saw only the tenant that it belongs to."""
+    ask(operated, "hello", "bob")
+    with browser(operated, operated.keys["root"]) as client:
+        assert client.get("/dashboard", params={"tenant": "bob"}).status_code == 200
+        operated.wait_until(lambda: "bob" in client.get("/dashboard/tenants").text)
+        assert '<span class="whoami">operator</span>' in client.get("/dashboard").text
+
+
+@pytest.mark.parametrize("key", ["alice", "alice-admin"])
+def test_any_other_key_opens_its_tenants_view_alone(operated: RunningGateway, key: str) -> None:
+    with browser(operated, operated.keys[key]) as client:
+        assert '<span class="whoami">tenant alice</span>' in client.get("/dashboard").text
+        assert client.get("/dashboard", params={"tenant": "bob"}).status_code == 404
+        assert client.get("/dashboard/tenants").status_code == 404
+
+
+def test_a_signed_session_whose_key_has_another_role_is_over(operated: RunningGateway) -> None:
+    """A cookie from the time when the key was an operator's."""
+    stale = Session(
+        role="operator",
+        tenant_id="alice",
+        stands_on=hash_api_key(SECRET, operated.keys["alice"]),
+        until=int(time.time()) + 60,
+    )
+    with browser(operated) as client:
+        client.cookies.set(SESSION_COOKIE, SessionSigner(SECRET).sign(stale))
+        assert client.get("/dashboard/tenants").url.path == "/dashboard/login"
+
+
+def test_a_member_of_a_cache_group_sees_the_groups_blocks_and_its_own_requests(
+    store: EmbeddedStore, tmp_path: Path
+) -> None:
+    """Its KV is the group's: asked for by the tenant's own name, there was none."""
+    engine = FakeEngine()
+    group = OwnerUse(owner="group:research", num_blocks=77, floor_blocks=0, quota_blocks=None)
+    live = [
+        RequestView(
+            request_id=f"of-{tenant}",
+            tenant_id=tenant,
+            state="running",
+            num_prompt_tokens=8,
+            num_cached_tokens=0,
+            num_computed_tokens=8,
+            num_output_tokens=1,
+        )
+        for tenant in ("carol", "dave")
+    ]
+    engine.view = view(engine.view, owners=(group,), requests=tuple(live))
+    with run_operated(tmp_path, store.url, engine) as gateway, browser(gateway, gateway.keys["carol"]) as client:
+        assert "<td>77</td>" in client.get("/dashboard/cache").text
+        page = client.get("/dashboard/live").text
+        assert "of-carol" in page
+        assert "of-dave" not in page
+
+
 def test_a_wrong_credential_is_refused_and_not_repeated(operated: RunningGateway) -> None:
     with browser(operated) as client:
         answer = log_in(client, "wrong-<script>alert(1)</script>")
@@ -202,7 +259,7 @@ def test_what_tenants_and_documents_are_called_is_text(store: EmbeddedStore, tmp
     """A document id that is a script runs in the operator's browser."""
     engine = FakeEngine()
     evil = '"><script>alert(1)</script>'
-    owner = OwnerView(owner=evil, num_blocks=3, floor=0, quota=None)
+    owner = OwnerUse(owner=evil, num_blocks=3, floor_blocks=0, quota_blocks=None)
     engine.view = view(engine.view, nodes=(tree_node(0, None, 0, 32, 1, evil),), owners=(owner,))
     with run_operated(tmp_path, store.url, engine) as gateway:
         ask(gateway, "hello", "dave", documents=[{"id": evil, "text": "a document"}])
@@ -284,7 +341,7 @@ def test_requests_and_evictions_are_shown_to_whom_they_concern(store: EmbeddedSt
         for tenant in ("alice", "bob")
     ]
     engine.view = view(
-        engine.view, requests=tuple(rows), evictions=(EvictionView(owner="bob", pressed_by="x9", num_blocks=4),)
+        engine.view, requests=tuple(rows), evictions=(EvictionLine(owner="bob", pressed_by="x9", num_blocks=4),)
     )
     with run_operated(tmp_path, store.url, engine) as gateway:
         with browser(gateway, gateway.keys["alice"]) as client:

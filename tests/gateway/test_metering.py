@@ -336,6 +336,7 @@ def test_buckets_page_and_add_up(stored_gateway: RunningGateway) -> None:
         {"bucket_width": "1w"},
         {"group_by": "user_id"},
         {"limit": "0"},
+        {"limit": "9" * 5000},
         {"limit": "100000"},
         {"colour": "red"},
         {"page": "x"},

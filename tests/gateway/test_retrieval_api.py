@@ -102,50 +102,6 @@ def test_a_wrong_file_fails_with_a_reason(
         assert client.vector_stores.retrieve(store.id).file_counts.failed == 1
 
 
-def test_every_route_is_404_for_ids_of_another_tenant(retrieval: RetrievalGateway) -> None:
-    """Documents of another tenant, retrieved by their ids (rag_api#301, ogx#4393). Unknown and foreign look alike."""
-    with retrieval.client("alice") as alice:
-        store, ids = retrieval.store_with(alice, {"a.txt": "A passage of Alice's."})
-        batch = alice.vector_stores.file_batches.create_and_poll(store, file_ids=list(ids.values()))
-        hit = alice.vector_stores.search(store, query="passage").data[0]
-    file = ids["a.txt"]
-    document = (hit.model_extra or {})["document_id"]
-    routes = [
-        ("GET", f"/files/{file}", None),
-        ("GET", f"/files/{file}/content", None),
-        ("DELETE", f"/files/{file}", None),
-        ("GET", f"/vector_stores/{store}", None),
-        ("POST", f"/vector_stores/{store}", {"name": "mine"}),
-        ("DELETE", f"/vector_stores/{store}", None),
-        ("POST", f"/vector_stores/{store}/search", {"query": "passage"}),
-        ("GET", f"/vector_stores/{store}/files", None),
-        ("POST", f"/vector_stores/{store}/files", {"file_id": file}),
-        ("GET", f"/vector_stores/{store}/files/{file}", None),
-        ("POST", f"/vector_stores/{store}/files/{file}", {"attributes": {}}),
-        ("DELETE", f"/vector_stores/{store}/files/{file}", None),
-        ("GET", f"/vector_stores/{store}/files/{file}/content", None),
-        ("POST", f"/vector_stores/{store}/file_batches", {"file_ids": [file]}),
-        ("GET", f"/vector_stores/{store}/file_batches/{batch.id}", None),
-        ("POST", f"/vector_stores/{store}/file_batches/{batch.id}/cancel", None),
-        ("GET", f"/vector_stores/{store}/file_batches/{batch.id}/files", None),
-        ("GET", f"/cache/documents/{file}", None),
-        ("GET", f"/cache/documents/{document}", None),
-        ("POST", f"/cache/documents/{file}/pin", None),
-        ("POST", f"/cache/documents/{file}/unpin", None),
-        ("POST", f"/cache/documents/{file}/warm", None),
-        ("DELETE", f"/cache/documents/{file}", None),
-    ]
-    for method, path, body in routes:
-        foreign = send(retrieval, "bob", method, path, body)
-        assert foreign.status_code == 404, (method, path, foreign.text)
-        unknown = send(retrieval, "bob", method, path.replace(file, "file-0").replace(store, "vs_0"), body)
-        assert unknown.status_code == 404, (method, path, unknown.text)
-    with retrieval.client("alice") as alice:
-        assert alice.vector_stores.search(store, query="passage").data[0].file_id == file
-        with pytest.raises(openai.NotFoundError):
-            retrieval.ask(retrieval.client("bob"), "passage?", store)
-
-
 def send(retrieval: RetrievalGateway, tenant: str, method: str, path: str, body: object) -> httpx.Response:
     gateway = retrieval.gateway
     return gateway.http.request(method, f"/v1{path}", json=body, headers=gateway.headers(tenant))
@@ -175,6 +131,19 @@ def test_public_collections_are_the_operators_and_only_readable(retrieval: Retri
         operator.vector_stores.update(store.id, extra_body={"public": False})
     with retrieval.client("alice") as alice, pytest.raises(openai.NotFoundError):
         alice.vector_stores.search(store.id, query="law")
+
+
+def test_a_stores_files_are_listed_and_filtered_by_status(retrieval: RetrievalGateway) -> None:
+    """The query could not be read at all: every list was a 500."""
+    with retrieval.client() as client:
+        store, ids = retrieval.store_with(client, {"a.txt": "One.", "b.txt": "Two."})
+        files = client.vector_stores.files
+        assert {file.id for file in files.list(store)} == set(ids.values())
+        assert len(files.list(store, filter="completed").data) == 2
+        assert files.list(store, filter="failed").data == []
+        with pytest.raises(openai.BadRequestError) as caught:
+            files.list(store, extra_query={"filter": "lost"})
+    assert caught.value.param == "filter"
 
 
 def test_lists_are_paged_as_the_sdk_pages_them(retrieval: RetrievalGateway) -> None:

@@ -193,7 +193,7 @@ def test_fetching_that_is_slower_than_computing_is_not_done() -> None:
     harness = small()
     assert harness.engine.tiers is not None
     gate = harness.engine.tiers.gate = FetchGate(64)
-    gate.prefill.observe(1000, 1.0)
+    gate.prefill.observe(1000, 0, 1.0)
     gate.bandwidth["host"].observe(64, 1.0)  # a block a second, where a second computes 250
     prompt = list(range(20))
     harness.generate(prompt, 1)
