@@ -225,10 +225,14 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> SampledLogits:
     sampled, sample = SampledLogits(), Sampler.sample
 
     def recording(
-        self: Sampler, logits: torch.Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Sequence[int]
+        self: Sampler,
+        logits: torch.Tensor,
+        rows: Sequence[ScheduledSequence],
+        eos_token_ids: Sequence[int],
+        newest: torch.Tensor | None,
     ) -> SampledTokens:
         sampled.record(logits, rows)
-        return sample(self, logits, rows, eos_token_ids)
+        return sample(self, logits, rows, eos_token_ids, newest)
 
     monkeypatch.setattr(Sampler, "sample", recording)
     return sampled
