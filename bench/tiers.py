@@ -97,9 +97,10 @@ def disk(blocks: int, directory: Path) -> dict[str, float]:
                 done += 1
 
     path = directory / "plain"
+    path.touch()
 
     def write_plain() -> None:
-        with open(path, "wb", buffering=0) as file:
+        with open(path, "r+b", buffering=0) as file:  # over what is there, as a slab is written
             for start in range(0, len(host.buffer), 4 << 20):
                 file.write(host.buffer[start : start + (4 << 20)])
 
