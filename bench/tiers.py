@@ -85,8 +85,6 @@ def disk(blocks: int, directory: Path) -> dict[str, float]:
 
     def run(kind: IoKind) -> None:
         for n in range(blocks):
-            if kind is IoKind.READ:
-                slab.will_need(n)
             io.submit(IoJob(kind, n, keys[n], host.slot(n), n, sums.get(n, 0)))
         done = 0
         while done < blocks:
@@ -97,9 +95,10 @@ def disk(blocks: int, directory: Path) -> dict[str, float]:
                 done += 1
 
     path = directory / "plain"
+    path.touch()
 
     def write_plain() -> None:
-        with open(path, "wb", buffering=0) as file:
+        with open(path, "r+b", buffering=0) as file:  # over what is there, as a slab is written
             for start in range(0, len(host.buffer), 4 << 20):
                 file.write(host.buffer[start : start + (4 << 20)])
 

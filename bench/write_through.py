@@ -36,6 +36,7 @@ PROMPTS = 6
 PROMPT_TOKENS = 480
 QUESTION_TOKENS = 20
 PASSES = 3
+CYCLES = 4
 
 
 def settings_for(directory: Path, url: str, disk_size: int) -> Settings:
@@ -99,30 +100,31 @@ def without_store(engine: LLMEngine, store: RunningStore, requests: int) -> dict
     context = rng.choices(range(1_000, 40_000), k=PROMPT_TOKENS)
     ask(engine, [context])
 
-    def median_ms() -> float:
+    def times_ms(count: int) -> list[float]:
         times: list[float] = []
-        for _ in range(requests):
+        for _ in range(count):
             question = rng.choices(range(1_000, 40_000), k=QUESTION_TOKENS)
             started = time.perf_counter()
             ask(engine, [context + question])
-            times.append(time.perf_counter() - started)
+            times.append((time.perf_counter() - started) * 1e3)
             engine.idle()
-        return statistics.median(times) * 1e3
+        return times
 
-    median_ms()
-    up = median_ms()
-    store.process.send_signal(signal.SIGSTOP)
-    paused = median_ms()
-    store.process.send_signal(signal.SIGCONT)
-    come_to_rest(engine)
-    again = median_ms()
+    times_ms(3)
+    up, paused = list[float](), list[float]()
+    for _ in range(CYCLES):  # in turns: the machine may be faster at one time than at another
+        up += times_ms(requests)
+        store.process.send_signal(signal.SIGSTOP)
+        paused += times_ms(requests)
+        store.process.send_signal(signal.SIGCONT)
+        come_to_rest(engine)
     store.process.kill()
-    killed = median_ms()
-    usual = (up + again) / 2
+    killed = times_ms(CYCLES * requests)
+    usual = statistics.median(up)
     return {
         "request_ms_store_up": usual,
-        "added_ms_store_paused": paused - usual,
-        "added_ms_store_killed": killed - usual,
+        "added_ms_store_paused": statistics.median(paused) - usual,
+        "added_ms_store_killed": statistics.median(killed) - usual,
     }
 
 
@@ -143,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, default=Path(".radixgate"), help="with the converted model")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=30)
+    parser.add_argument("--requests", type=int, default=10, help="in each of the turns without a store")
     args = parser.parse_args()
     configure_threads(0)
     loaded = load_model(ModelSettings(), choose_device("auto"), args.data_dir, no_progress, block_size=16)

@@ -15,11 +15,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from engine.tiers.slab import Slab
+
+_WORTH_WAKING = 16  # jobs that have ended
 
 
 class IoKind(Enum):
@@ -49,9 +50,8 @@ class IoDone:
 class IoThread:
     """Runs jobs in order, reads before others. Every method belongs to the engine's thread."""
 
-    def __init__(self, slab: Slab, *, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, slab: Slab) -> None:
         self._slab = slab
-        self._wake = wake
         self._reads: deque[IoJob] = deque()
         self._others: deque[IoJob] = deque()
         self._done: deque[IoDone] = deque()
@@ -88,7 +88,7 @@ class IoThread:
         return done
 
     def wait(self, seconds: float) -> None:
-        """Until something has ended, but not longer than that."""
+        """Until the reads are done, or many of them, but not longer than that; at once if something has ended."""
         with self._finished:
             if not self._done and self.num_pending:
                 self._finished.wait(seconds)
@@ -104,11 +104,11 @@ class IoThread:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            done = self._do(job)
-            with self._finished:
-                self._done.append(done)
-                self._finished.notify_all()
-            self._wake()
+            self._done.append(self._do(job))
+            # Not for every block: the engine's thread would take the interpreter from this one each time.
+            if len(self._done) >= _WORTH_WAKING or not self._reads:
+                with self._finished:
+                    self._finished.notify_all()
 
     def _next(self) -> IoJob | None:
         with self._work:
