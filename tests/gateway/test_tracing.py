@@ -138,7 +138,7 @@ def test_a_gateway_sends_its_spans_to_a_collector_and_no_text_with_them(tmp_path
         for scope in part.scope_spans
         for span in scope.spans
     ]
-    assert {span.name for span in spans} == {"chat echo/byte-model", "generate"}
+    assert {span.name for span in spans} == {"chat echo/byte-model", "prepare", "retrieve", "queue", "generate"}
     assert {span.trace_id.hex() for span in spans} == {trace}
     (whole,) = [span for span in spans if span.name.startswith("chat")]
     assert whole.parent_span_id.hex() == "b7ad6b7169203331"
