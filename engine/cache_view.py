@@ -14,9 +14,19 @@ from itertools import islice
 
 from engine.block_pool import BlockPool, BlockState
 from engine.engine import LLMEngine
+from engine.erasure import document_id_of
 from engine.eviction import EvictionOrder
 from engine.prefix_index import Node, PrefixIndex
-from engine.protocol import CacheView, EvictionLine, GetCacheView, OwnerUse, PrefixNode, RequestView, evictions_seen_by
+from engine.protocol import (
+    CacheView,
+    DocumentStart,
+    EvictionLine,
+    GetCacheView,
+    OwnerUse,
+    PrefixNode,
+    RequestView,
+    evictions_seen_by,
+)
 from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.settings import PUBLIC_OWNER
@@ -24,6 +34,7 @@ from engine.settings import PUBLIC_OWNER
 EXAMINED = 20_000  # nodes
 MAP_CELLS = 1_024
 MAX_NODES = 1_000
+MAX_NODE_DOCUMENTS = 16
 MAX_ROWS = 200  # owners, lines of the ledger, requests
 
 _LETTERS = {BlockState.FREE: b"f", BlockState.CACHED: b"c", BlockState.ACTIVE: b"a"}
@@ -82,6 +93,9 @@ def _view(node: Node, places: dict[Node, int], block_size: int) -> PrefixNode:
         num_blocks=node.num_blocks,
         hits=node.hits,
         num_holders=node.lock_count,
+        documents=tuple(
+            DocumentStart(block * block_size, document_id_of(key)) for block, key in node.documents[:MAX_NODE_DOCUMENTS]
+        ),
     )
 
 

@@ -268,6 +268,7 @@ class EngineClient:
     async def _question(self, question_id: str, message: ClientMessage, timeout: float = _QUESTION_SECONDS) -> _Answer:
         """Answers are found by the question's id: their order says nothing once one of them is lost."""
         self._require_engine()
+        assert question_id not in self._questions, "the answer would go to one of two"
         answer = self._questions[question_id] = asyncio.get_running_loop().create_future()
         try:
             await self._ask(message)

@@ -10,10 +10,17 @@ from dataclasses import dataclass
 
 from engine.protocol import Erase
 
+_SEPARATOR = "\x1f"
+
 
 def document_key(owner: str, document_id: str) -> str:
     """Names a document among all owners'."""
-    return f"{owner}\x1f{document_id}"
+    return f"{owner}{_SEPARATOR}{document_id}"
+
+
+def document_id_of(key: str) -> str:
+    """As its owner calls it."""
+    return key.rpartition(_SEPARATOR)[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class Selection:
 
     def has_document(self, key: str) -> bool:
         """Whether a document of this key is among the given ones."""
-        owner, _, document_id = key.rpartition("\x1f")
+        owner, _, document_id = key.rpartition(_SEPARATOR)
         if self.document_ids is None or document_id not in self.document_ids:
             return False
         return self.owner is None or owner == self.owner

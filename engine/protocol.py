@@ -451,6 +451,13 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True, tag="metrics"):
     text: bytes
 
 
+class DocumentStart(msgspec.Struct, frozen=True):
+    """Where a document begins in a run of blocks."""
+
+    first_token: int  # of the prefix
+    document_id: str
+
+
 class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
     """A run of blocks of the radix tree. Parents come before their children."""
 
@@ -462,6 +469,7 @@ class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     hits: int
     num_holders: int  # requests that hold it right now
+    documents: tuple[DocumentStart, ...] = ()  # the first ones that start in it
 
 
 class RequestView(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from litestar import Litestar, Router
@@ -78,8 +78,11 @@ def create_app(
     operations: Operations | None = None,
     redis: Redis | None = None,
     embedder: Embedder | None = None,
+    before_accepting: Callable[[], Awaitable[None]] | None = None,
 ) -> Litestar:
     """The app starts and closes `engine` and `store` with its lifespan. `drain` is for whoever shuts the server down.
+
+    `before_accepting` is awaited when everything is started: the server listens only then.
 
     Without a store, tenants are those of the settings, limits are this process's, and what lives in a store is 503.
     With `redis` and an embedder it has retrieval; they are the app's from then on.
@@ -127,6 +130,8 @@ def create_app(
             if retrieval is not None:
                 await retrieval.start()
             async with _background([sync.run(), limiter.run(), recorder.run()]):
+                if before_accepting is not None:
+                    await before_accepting()
                 yield
             with suppress(StoreUnavailableError):
                 await limiter.pay_debts()

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import platform
 import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import cast
 
 TAIL_LINES = 20
 MAX_LINE = 1 << 16  # bytes; a longer line is cut into pieces
@@ -30,6 +33,23 @@ LineSink = Callable[[str, str], None]
 
 def print_line(name: str, line: str) -> None:
     print(f"{name:<8}| {line}", file=sys.stderr, flush=True)
+
+
+def print_json_line(name: str, line: str) -> None:
+    """For a log that a machine reads: the child's own object with its name in it, or an object around its words."""
+    own = _json_object(line)
+    if own is None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        own = {"time": now, "level": "info", "message": line}
+    print(json.dumps({"process": name, **own}, ensure_ascii=False), file=sys.stderr, flush=True)
+
+
+def _json_object(line: str) -> dict[str, object] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return cast("dict[str, object]", value) if isinstance(value, dict) else None
 
 
 class ChildProcess:

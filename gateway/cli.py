@@ -16,14 +16,15 @@ from importlib import metadata
 from pathlib import Path
 
 from engine.errors import ConfigError, RadixgateError
+from engine.logging_setup import configure_logging
 from engine.settings import Settings, load_settings
 from gateway.cache_command import add_cache_command
+from gateway.child import print_json_line, print_line
 from gateway.demo import run_demo
 from gateway.doctor import run_doctor
 from gateway.first_run import completed, demo_key_path, operator_password_path
 from gateway.isolation_audit import add_audit_command
 from gateway.lint_command import add_lint_command
-from gateway.logging_setup import configure_logging
 from gateway.operations_cli import OperationsCommands
 from gateway.supervisor import Supervisor, local_url
 from gateway.tenant_cli import add_tenant_commands
@@ -133,7 +134,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     def on_ready(model: str) -> None:
         print(_banner(settings, model, None if configured else demo_key_path(settings.store.data_dir)), flush=True)
 
-    supervisor = Supervisor(settings, on_ready=on_ready, read_settings=lambda: completed(settings_of(arguments)))
+    supervisor = Supervisor(
+        settings,
+        on_ready=on_ready,
+        on_line=print_json_line if settings.server.log_format == "json" else print_line,
+        read_settings=lambda: completed(settings_of(arguments)),
+    )
     return asyncio.run(supervisor.run())
 
 

@@ -19,10 +19,11 @@ from typing import Literal
 
 import msgspec
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineUnavailableError
 from engine.settings import Settings
+from gateway.server_client import ServerClient
 from gateway.store import find_store_binary
-from gateway.supervisor import child_environ, require_free_port
+from gateway.supervisor import child_environ, local_url, require_free_port, running_supervisor
 
 GIB = 1 << 30
 MODEL_ALLOWANCE = GIB  # weights of the default model, activations and the libraries themselves
@@ -181,8 +182,42 @@ def check_port(settings: Settings) -> Check:
     try:
         require_free_port(settings.server.host, settings.server.port)
     except ConfigError as error:
+        if _readiness(settings) is not None:
+            return Check("port", "ok", f"{settings.server.host}:{settings.server.port}, our own server listens there")
         return Check("port", "fail", error.message, "choose another with --port, or stop what uses it")
     return Check("port", "ok", f"{settings.server.host}:{settings.server.port} is free")
+
+
+def check_server(settings: Settings) -> Check:
+    if running_supervisor(settings.store.data_dir) is None:
+        return Check("server", "ok", "none runs on this data directory")
+    ready = _readiness(settings)
+    if ready is None or ready.status not in ("ok", "degraded"):
+        why = f"it does not answer at {local_url(settings)}" if ready is None else f"{ready.status}: {ready.reason}"
+        return Check(
+            "server", "fail", why, "its log says more; with other settings than its own, give --config or --port"
+        )
+    if ready.status == "degraded":
+        return Check("server", "warn", f"it runs, and serves from memory: {ready.reason}", "see to the store")
+    return Check("server", "ok", f"it runs, and serves {ready.model}")
+
+
+class _Ready(msgspec.Struct):
+    status: str
+    reason: str | None = None
+    model: str | None = None
+
+
+def _readiness(settings: Settings) -> _Ready | None:
+    """What the server of this data directory says of itself; None: none runs, or somebody else listens there."""
+    if running_supervisor(settings.store.data_dir) is None:
+        return None
+    try:
+        client = ServerClient(settings)
+        client.get("/metrics")  # with this data directory's token
+        return msgspec.json.decode(client.get("/readyz", any_status=True), type=_Ready)
+    except (EngineUnavailableError, msgspec.DecodeError):
+        return None
 
 
 CHECKS: tuple[Callable[[Settings], Check], ...] = (
@@ -194,4 +229,5 @@ CHECKS: tuple[Callable[[Settings], Check], ...] = (
     check_memory,
     check_store,
     check_port,
+    check_server,
 )

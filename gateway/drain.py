@@ -32,6 +32,10 @@ class Drain:
         return self._draining
 
     @property
+    def is_cut(self) -> bool:
+        return self._cut.is_set()
+
+    @property
     def num_active(self) -> int:
         return len(self._active)
 

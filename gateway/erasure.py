@@ -62,9 +62,10 @@ class Erasure:
         return erased.num_blocks
 
     async def catch_up(self) -> None:
-        """Tries again what is noted."""
+        """Tries again what is noted, also what somebody is asking just now: hence under an id of its own."""
         for note in await self._redis.texts("SMEMBERS", KEY):
-            await self._ask(msgspec.json.decode(note, type=Erase), note.encode())
+            noted = msgspec.json.decode(note, type=Erase)
+            await self._ask(msgspec.structs.replace(noted, erase_id=uuid.uuid4().hex), note.encode())
 
     async def _catch_up_now_and_then(self) -> None:
         while True:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Literal, cast
+from typing import Literal
 
 import msgspec
 from litestar import Response, delete, get, post
@@ -12,7 +12,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 
 from engine.errors import InvalidRequestError, UnsupportedParameterError
-from gateway.http_io import HttpRequest, json_response, tenant_of
+from gateway.http_io import HttpRequest, form_of, json_response, tenant_of
 from gateway.json_body import convert_fields
 from gateway.paging import PageQuery, page, read_query
 from gateway.retrieval_service import RetrievalService
@@ -77,8 +77,7 @@ def file_routes(retrieval: RetrievalService) -> list[HTTPRouteHandler]:
 async def _form(request: HttpRequest) -> tuple[UploadFile, UploadFields]:
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise InvalidRequestError("The body must be `multipart/form-data` with `file` and `purpose`.")
-    form = await request.form()
-    fields = dict(cast("list[tuple[str, object]]", form.multi_items()))
+    fields = await form_of(request)
     file = fields.pop("file", None)
     if not isinstance(file, UploadFile):
         raise InvalidRequestError("`file` must be a file.", param="file")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import msgspec
 from litestar import Request, Response
@@ -24,8 +26,21 @@ def tenant_of(request: HttpRequest) -> Tenant:
 
 
 async def raw_body(request: HttpRequest) -> bytes:
-    try:
+    with _client_may_leave():
         return await request.body()
+
+
+async def form_of(request: HttpRequest) -> dict[str, object]:
+    """The fields of a multipart body, files among them. Raises `InvalidRequestError`."""
+    with _client_may_leave():
+        form = await request.form()
+    return dict(cast("list[tuple[str, object]]", form.multi_items()))
+
+
+@contextmanager
+def _client_may_leave() -> Generator[None]:
+    try:
+        yield
     except InternalServerException as error:
         # The framework's word for a client that left while it was sending: no fault of ours, and no one to tell.
         raise InvalidRequestError("The client left before its request was complete.") from error

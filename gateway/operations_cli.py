@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import getpass
-import importlib.util
 import json
 import os
 import signal
@@ -46,7 +46,7 @@ class OperationsCommands:
         show.add_argument("--effective", action="store_true", help="with defaults, not only what was set")
         self._command(commands, "reload", "let a running server read its settings again", self._reload)
         bench = commands.add_parser("bench", help="run one of the benches of a source checkout")
-        bench.add_argument("name", help="index, serve, overhead, soak, …")
+        bench.add_argument("name", nargs="?", help="without one: which there are")
         bench.add_argument("arguments", nargs=argparse.REMAINDER)
         bench.set_defaults(command=self._bench)
         password = commands.add_parser("password", help="make the hash of an operator's password for the dashboard")
@@ -100,9 +100,13 @@ class OperationsCommands:
         return 0
 
     def _bench(self, arguments: argparse.Namespace) -> int:
+        benches = _benches()
+        if arguments.name is None:
+            print("\n".join(f"{name:<10} {meaning}" for name, meaning in benches.items()))
+            return 0
+        if arguments.name not in benches:
+            raise ConfigError(f"there is no bench {arguments.name!r}; there are: {', '.join(benches)}")
         module = f"bench.{arguments.name}"
-        if importlib.util.find_spec("bench") is None or importlib.util.find_spec(module) is None:
-            raise ConfigError(f"there is no {module} here: benches come with the source, run this in its directory")
         return subprocess.run([sys.executable, "-m", module, *arguments.arguments], check=False).returncode
 
     def _password(self, _: argparse.Namespace) -> int:
@@ -114,3 +118,16 @@ class OperationsCommands:
 
     def _top(self, arguments: argparse.Namespace) -> int:
         return run_top(self._read(arguments), once=arguments.once)
+
+
+def _benches() -> dict[str, str]:
+    """Those that can be run, with what each says of itself. They come with the source, not with the package."""
+    directory = Path.cwd() / "bench"
+    if not (directory / "soak.py").is_file():
+        raise ConfigError("benches come with the source: run this in its directory")
+    found: dict[str, str] = {}
+    for path in sorted(directory.glob("*.py")):
+        tree = ast.parse(path.read_text("utf-8"))
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
+            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0].partition(": ")[2]
+    return found

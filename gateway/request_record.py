@@ -20,8 +20,6 @@ OUTCOMES: tuple[Outcome, ...] = ("ok", "client_error", "rate_limited", "server_e
 HitClass = Literal["hit", "partial", "miss"]
 HIT_CLASSES: tuple[HitClass, ...] = ("hit", "partial", "miss")
 
-COMPUTED_CLASSES = ("cold", "diverged", "evicted", "partial_block", "disabled")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissPoint:

@@ -28,6 +28,7 @@ from typing import cast
 import uvicorn
 
 from engine.client import EngineClient
+from engine.logging_setup import configure_logging
 from engine.settings import Settings, embedder_endpoint, engine_endpoint, load_settings, store_url
 from gateway.access_log import AccessLog
 from gateway.app import create_app
@@ -36,6 +37,7 @@ from gateway.connections import Connection, SilenceWatch, allow_many_files
 from gateway.drain import Drain
 from gateway.first_run import completed
 from gateway.handover import (
+    ENGINE_SECONDS,
     HAND_OVER,
     READY_FD,
     Announce,
@@ -43,7 +45,6 @@ from gateway.handover import (
     inherited_sockets,
     ready_announcement,
 )
-from gateway.logging_setup import configure_logging
 from gateway.operations import Operations
 from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
@@ -115,7 +116,7 @@ class GatewayServer(uvicorn.Server):
         self.server_state.default_headers = [*self.server_state.default_headers, close]
         logger.info("handed over: %d requests are running", self._drain.num_active)
         try:
-            await finish_connections(self.server_state, self._drain_seconds)
+            await finish_connections(self.server_state, self._drain_seconds, lambda: self._drain.is_cut)
             await self._drain.drain(0.0)
         finally:
             self.should_exit = True
@@ -139,6 +140,11 @@ def build_server(settings: Settings) -> GatewayServer:
     engine = EngineClient(engine_endpoint(settings))
     store = StoreClient(settings.store.url or None, settings.store.timeout_ms / 1000)
     operations = Operations(settings, store)
+    ready_fd = os.environ.get(READY_FD)
+
+    async def reach_engine() -> None:
+        await engine.wait_ready(ENGINE_SECONDS)
+
     app = create_app(
         settings,
         engine,
@@ -148,8 +154,10 @@ def build_server(settings: Settings) -> GatewayServer:
         redis=connect_store(store_url(settings)),
         embedder=EmbedderClient(embedder_endpoint(settings)),
         operations=operations,
+        # A first gateway serves while the engine still loads, and says so. A successor that did would refuse what its
+        # predecessor answers: both accept on one socket.
+        before_accepting=None if ready_fd is None else reach_engine,
     )
-    ready_fd = os.environ.get(READY_FD)
     config = uvicorn.Config(
         AccessLog(app, operations.observers),
         host=settings.server.host,
@@ -162,7 +170,7 @@ def build_server(settings: Settings) -> GatewayServer:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
-    announce = None if ready_fd is None else ready_announcement(int(ready_fd), engine)
+    announce = None if ready_fd is None else ready_announcement(int(ready_fd))
     return GatewayServer(config, drain, settings.server.drain_seconds, announce)
 
 

@@ -22,13 +22,17 @@ class ServerClient:
         self.url = local_url(settings)
         self._token = load_or_create_metrics_token(settings.security.metrics_token, settings.store.data_dir)
 
-    def get(self, path: str) -> bytes:
+    def get(self, path: str, *, any_status: bool = False) -> bytes:
         """Raises EngineUnavailableError when nobody answers, or answers otherwise than with 200."""
         request = urllib.request.Request(f"{self.url}{path}", headers={"authorization": f"Bearer {self._token}"})
         try:
             with DIRECT.open(request, timeout=_SECONDS) as response:
                 body: bytes = response.read()
                 return body
+        except urllib.error.HTTPError as error:
+            if any_status:
+                return error.read()
+            raise EngineUnavailableError(f"{self.url}{path}: {error}") from error
         except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
             raise EngineUnavailableError(f"{self.url}{path}: {error}") from error
 

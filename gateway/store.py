@@ -117,6 +117,11 @@ class EmbeddedStore:
         return [str(find_store_binary()), *arguments]
 
 
+def has_data(data_dir: Path) -> bool:
+    """Whether an embedded store has ever written there."""
+    return (data_dir / "store" / "appendonlydir").is_dir()
+
+
 async def answers(url: str) -> bool:
     """Whether a store at `url` answers PING; while it still loads its data it does not."""
     # The client's own annotations are incomplete: its keyword arguments have no type.

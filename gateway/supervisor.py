@@ -106,6 +106,7 @@ class Supervisor:
         self._listener: socket.socket | None = None
         self._leaving: set[ChildProcess] = set()  # gateways that have a successor and finish their requests
         self._reloading = asyncio.Lock()
+        self._reloads: set[asyncio.Task[None]] = set()
         self._store: EmbeddedStore | None = None
         self.children: dict[str, ChildProcess] = {}
         self._watchers: set[asyncio.Task[None]] = set()
@@ -136,7 +137,10 @@ class Supervisor:
 
     def reload(self) -> None:
         """What SIGHUP does."""
-        self._watch(self._reload())
+        task = asyncio.ensure_future(self._reload())
+        self._watchers.add(task)
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
 
     # ------------------------------------------------------------ start
 
@@ -289,7 +293,13 @@ class Supervisor:
             successor = await self._start_child(name, write_fd)
         finally:
             os.close(write_fd)
-        if not await _becomes_ready(read_fd, SUCCESSOR_SECONDS):
+        try:
+            is_ready = await _becomes_ready(read_fd, SUCCESSOR_SECONDS)
+        except asyncio.CancelledError:  # the whole server stops, and nobody else knows of this process
+            successor.kill()
+            await successor.wait()
+            raise
+        if not is_ready:
             await successor.stop(GRACE_SECONDS)
             self._report(f"not reloaded: the new {name} did not get ready: {successor.report()}")
             return False
@@ -308,6 +318,9 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """In the order of the requests' way, so that each drains while what it needs still runs."""
+        for task in self._reloads:
+            task.cancel()
+        await asyncio.gather(*self._reloads, return_exceptions=True)
         seconds = self._settings.server.drain_seconds + GRACE_SECONDS
         self._stop_requests = max(self._stop_requests, 1)
         gateways = [self.children[name] for name in self._gateways if name in self.children]
@@ -429,6 +442,8 @@ def _locked(data_dir: Path) -> Generator[None]:
 
 def running_supervisor(data_dir: Path) -> int | None:
     """The process id of the `radixgate serve` of a data directory, if there is one."""
+    if not data_dir.is_dir():  # a question makes no directory
+        return None
     path = runtime_dir(data_dir) / "serve.lock"
     if not path.exists():
         return None

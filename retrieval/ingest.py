@@ -105,13 +105,17 @@ class Ingestor:
                 return
 
     async def _work(self) -> None:
+        said = False
         while True:
             try:
                 if not self._embedder.connected or not await self.run_one():
                     await self._idle()
+                said = False
             except UnavailableError as error:
                 # The claim runs out by itself, and the job is taken up again.
-                logger.warning("ingestion waits: %s", error)
+                if not said:  # once an outage
+                    logger.warning("ingestion waits: %s", error)
+                said = True
                 await asyncio.sleep(_LOOK_SECONDS)
 
     async def _idle(self) -> None:

@@ -158,7 +158,7 @@ class SearchIndexes:
 
     async def _follow(self) -> None:
         last = "$"
-        loaded = False
+        loaded = said = False
         while True:
             try:
                 if last == "$":
@@ -167,8 +167,11 @@ class SearchIndexes:
                     await self._load_all()
                     loaded = True
                 last = await self._take_in_events(last)
+                said = False
             except UnavailableError as error:
-                logger.warning("cannot follow the changes of collections: %s", error)
+                if not said:  # once an outage, not once a second
+                    logger.warning("cannot follow the changes of collections: %s", error)
+                said = True
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _last_event(self) -> str:

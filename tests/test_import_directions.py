@@ -1,8 +1,8 @@
 """The direction of imports, read from the source, and what really gets loaded, asked of a fresh interpreter.
 
 gateway ──► retrieval
-   └──────► engine.{protocol, client, errors, settings} ◄── engine ──► kernels.{dispatch, metadata, upload}
-                                                                          └──► torch, triton
+   └──────► engine.{protocol, client, errors, settings, logging_setup} ◄── engine
+                                    engine ──► kernels.{dispatch, metadata, upload} ──► torch, triton
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ HEAVY = frozenset({"torch", "transformers", "triton"})
 ALLOWED = {
     "kernels": ("kernels",),
     "engine": ("engine", "kernels.dispatch", "kernels.metadata", "kernels.upload"),
-    "gateway": ("gateway", "retrieval", "engine.protocol", "engine.client", "engine.errors", "engine.settings"),
+    "gateway": (
+        "gateway",
+        "retrieval",
+        "engine.protocol",
+        "engine.client",
+        "engine.errors",
+        "engine.settings",
+        "engine.logging_setup",
+    ),
     "retrieval": ("retrieval",),
 }
 KERNELS_MAY_IMPORT = frozenset({"torch", "triton", "kernels"}) | sys.stdlib_module_names

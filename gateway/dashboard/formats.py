@@ -25,8 +25,8 @@ def seconds(value: float | None) -> str:
     return f"{value:.1f} s" if value < 600 else f"{value / 60:,.0f} min"
 
 
-def money(value: float, currency: str) -> str:
-    return f"{value:,.4f} {currency}" if value < 1 else f"{value:,.2f} {currency}"
+def money(value: float) -> str:
+    return f"{value:,.4f}" if value < 1 else f"{value:,.2f}"
 
 
 def clock(unix: float) -> str:

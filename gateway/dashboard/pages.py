@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from engine.errors import EngineUnavailableError, StoreUnavailableError
 from engine.protocol import CacheView
 from engine.settings import UsageSettings
 from gateway.cache_report import ADVICE
-from gateway.dashboard.drawings import draw_blocks, draw_tree
+from gateway.dashboard.drawings import draw_blocks, draw_holders, draw_tree, owner_colors
 from gateway.engine_port import Engine
 from gateway.history_reader import MISS_REASONS, HistoryReader, Point, Span, Sums, total
-from gateway.request_record import COMPUTED_CLASSES, HIT_CLASSES, HitClass
+from gateway.request_record import HIT_CLASSES, HitClass
+from gateway.usage import CACHED_CLASSES
 
 Value = TypeVar("Value")
 Context = dict[str, object]
@@ -30,6 +31,9 @@ _TREE_NODES = 200
 _NUM_EXAMPLES = 3
 
 MEANINGS = {
+    "device": "found in the engine's device memory",
+    "host": "found in host memory, copied up",
+    "disk": "found on the disk, copied up",
     "cold": "nothing under this prefix was ever seen",
     "diverged": "other prompts went another way from here",
     "evicted": "it was there and had to make room",
@@ -73,8 +77,10 @@ class Pages:
             "hit_chart": _hit_chart(points),
             "ttft_chart": _ttft_chart(points),
             "ttft_rows": [_ttft_row(sums, group) for group in HIT_CLASSES],
+            "slowest": max(sums.ttft_quantile(group, 0.95) or 0.0 for group in HIT_CLASSES),
+            "hit_speed": _hit_speed(sums),
             "token_chart": _token_chart(points),
-            "misses": _miss_rows(sums),
+            "classes": _class_rows(sums),
             "causes": _cause_rows(sums),
             "examples": {reason: examples.get(reason, []) for reason in MISS_REASONS},
             "documents": await _or_none(self._history.documents(who, 10)) or [],
@@ -98,10 +104,13 @@ class Pages:
         view = await _or_none(self._view(who))
         if view is None:
             return {"engine_away": True}
+        colors = owner_colors(view)
         return {
             "view": view,
-            "boxes": draw_tree(view.nodes),
-            "cells": draw_blocks(view),
+            "colors": colors,
+            "tree": draw_tree(view.nodes, colors),
+            "holders": draw_holders(view, colors),
+            "map": draw_blocks(view),
             "counts": {name: view.block_map.count(name[0].encode()) for name in ("free", "cached", "active")},
         }
 
@@ -138,22 +147,32 @@ async def _or_none(answer: Awaitable[Value]) -> Value | None:
 # ---------------------------------------------------------------- charts: columns for the chart library, as JSON
 
 
-def _chart(points: list[Point], series: dict[str, Callable[[Sums], float | None]]) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scale:
+    """How the values of a chart are to be read. `stacked`: so many of the first series lie on top of each other."""
+
+    unit: str = ""
+    top: float | None = None
+    stacked: int = 0
+
+
+def _chart(points: list[Point], scale: _Scale, series: dict[str, Callable[[Sums], float | None]]) -> str:
     columns = [[point.time for point in points], *([of(point.sums) for point in points] for of in series.values())]
-    return json.dumps({"names": list(series), "columns": columns})
+    return json.dumps({"names": list(series), "columns": columns, **asdict(scale)})
 
 
 def _hit_chart(points: list[Point]) -> str:
-    return _chart(points, {"hit rate, %": _hit_percent})
+    return _chart(points, _Scale(unit="%", top=100), {"hit rate, %": _hit_percent})
 
 
 def _ttft_chart(points: list[Point]) -> str:
     return _chart(
         points,
+        _Scale(unit="ms"),
         {
             "hits, ms": lambda sums: _milliseconds(sums.ttft_mean("hit")),
-            "partial, ms": lambda sums: _milliseconds(sums.ttft_mean("partial")),
             "misses, ms": lambda sums: _milliseconds(sums.ttft_mean("miss")),
+            "partial, ms": lambda sums: _milliseconds(sums.ttft_mean("partial")),
         },
     )
 
@@ -161,9 +180,10 @@ def _ttft_chart(points: list[Point]) -> str:
 def _token_chart(points: list[Point]) -> str:
     return _chart(
         points,
+        _Scale(stacked=2),
         {
-            "cached": lambda sums: sums.cached,
-            "computed": lambda sums: sums.prompt - sums.cached,
+            "prompt, cached": lambda sums: sums.cached,
+            "prompt, computed": lambda sums: sums.prompt - sums.cached,
             "output": lambda sums: sums.output,
         },
     )
@@ -175,6 +195,12 @@ def _hit_percent(sums: Sums) -> float | None:
 
 def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 1)
+
+
+def _hit_speed(sums: Sums) -> float | None:
+    """The median time to a hit's first token, as a part of a miss's."""
+    hit, miss = sums.ttft_quantile("hit", 0.5), sums.ttft_quantile("miss", 0.5)
+    return hit / miss if hit is not None and miss else None
 
 
 def _ttft_row(sums: Sums, group: HitClass) -> dict[str, object]:
@@ -192,11 +218,13 @@ def _cause_rows(sums: Sums) -> list[dict[str, object]]:
     return [{"code": code, "requests": count, "advice": ADVICE[code]} for code, count in rows if code in ADVICE]
 
 
-def _miss_rows(sums: Sums) -> list[dict[str, object]]:
+def _class_rows(sums: Sums) -> list[dict[str, object]]:
+    """Every class that a prompt token can have: they sum to the prompts."""
     classes = sums.by_class()
     rows: list[dict[str, object]] = []
-    for name in COMPUTED_CLASSES:
+    for name, meaning in MEANINGS.items():
         count = classes.get(name, 0)
         share = count / sums.prompt if sums.prompt else 0.0
-        rows.append({"reason": name, "tokens": count, "share": share, "meaning": MEANINGS[name]})
+        cached = name in CACHED_CLASSES
+        rows.append({"name": name, "tokens": count, "share": share, "cached": cached, "meaning": meaning})
     return rows

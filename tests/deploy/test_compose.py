@@ -189,7 +189,8 @@ def test_its_commands_make_a_service_as_plain_processes(tmp_path: Path) -> None:
     for name in ("redis", "engine", "gateway"):
         (tmp_path / name).mkdir()
     shell = strings(found["redis"]["command"])[-1].replace("redis-server", shlex.quote(str(find_store_binary())), 1)
-    store = ["sh", "-c", f"{shell} --port {store_port} --bind 127.0.0.1 --dir {tmp_path / 'redis'}"]
+    shell = shell.replace("--dir /data", f"--dir {tmp_path / 'redis'}")
+    store = ["sh", "-c", f"{shell} --port {store_port} --bind 127.0.0.1"]
     engine_environ = plain_environ(
         found["engine"],
         places,

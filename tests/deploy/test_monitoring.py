@@ -64,7 +64,7 @@ def test_every_metric_that_is_named_exists(where: str) -> None:
 
 @pytest.mark.parametrize("where", sorted(EXPRESSIONS))
 def test_counters_are_rated_before_anything_else(where: str) -> None:
-    """Ratios of lifetime counters, and averages of quantiles, look right and are wrong."""
+    """production-stack: ratios of lifetime counters and averages of quantiles look right and are wrong."""
     expression = EXPRESSIONS[where]
     for match in _NAME.finditer(expression):
         name = match[0]
@@ -98,6 +98,19 @@ def test_dashboards_are_provisioned_and_have_their_source() -> None:
         for panel in cast("list[Table]", board["panels"]):
             assert table(panel["datasource"])["uid"] == datasource["uid"]
     assert len(ids) == 3
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+def test_prometheus_can_read_every_panel_of_the_dashboards(tmp_path: Path) -> None:
+    """Grafana shows a query that cannot be parsed as an empty panel."""
+    rules = [
+        {"record": f"panel:n{i}", "expr": expression.replace("$__rate_interval", "5m").replace("$tenant", "acme")}
+        for i, expression in enumerate(EXPRESSIONS.values())
+    ]
+    file = tmp_path / "panels.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")

@@ -22,7 +22,7 @@ from engine.protocol import (
 )
 from engine.settings import EngineSettings
 from tests.engine.fake_runner import FakeRunner
-from tests.engine.harness import SCOPE_A, VOCAB, engine_info
+from tests.engine.harness import PUBLIC, SCOPE_A, VOCAB, engine_info
 
 BLOCK = 4
 
@@ -193,6 +193,21 @@ def test_the_view_of_one_owner_shows_what_hangs_below_a_public_prompt_and_not_th
         run(engine)
     mine = engine.cache_view(GetCacheView(query_id="q", owner="alice", tenant_id="alice"))
     assert [(node.owner, node.parent, node.first_token) for node in mine.nodes] == [("alice", None, 16)]
+
+
+def test_a_node_says_which_documents_begin_in_it() -> None:
+    engine = measured()
+    scope = b"alice".ljust(len(SCOPE_A), b"-")
+    segments = (
+        Segment(SegmentKind.SYSTEM, pack_tokens(range(8)), PUBLIC, owner="public"),
+        Segment(SegmentKind.DOCUMENT, pack_tokens(range(100, 112)), scope, document_id="handbook"),
+        Segment(SegmentKind.QUESTION, pack_tokens(range(50, 60)), scope),
+    )
+    engine.add_request(msgspec.structs.replace(submit("r", range(1)), segments=segments))
+    run(engine)
+    mine = engine.cache_view(GetCacheView(query_id="q", owner="alice")).nodes
+    assert [(node.parent, node.first_token, node.owner) for node in mine] == [(None, 8, "alice")]
+    assert [(start.first_token, start.document_id) for start in mine[0].documents] == [(8, "handbook")]
 
 
 def test_the_tree_comes_parents_first_and_bounded() -> None:

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -71,3 +76,32 @@ def test_weights_can_be_asked_for_their_dtype() -> None:
     packed = PackedLinear(random_linear(8, 12, torch.float32, bias=False))
     assert (packed.weight.dtype, packed.weight.device.type) == (torch.float32, "cpu")
     assert packed.weight.shape == (12, 8)
+
+
+GROWTH = """
+import engine, psutil, torch
+from torch import nn
+from engine.packed_linear import PackedLinear
+torch.set_num_threads(1)
+layers = [PackedLinear(nn.Linear(576, n, bias=False, dtype=torch.bfloat16)) for n in (576, 960, 3072)]
+def run(rows):
+    for layer in layers:
+        layer(torch.zeros(rows, 576, dtype=torch.bfloat16))
+with torch.inference_mode():
+    run(16)
+    before = psutil.Process().memory_info().rss
+    for rows in range(17, 317):
+        run(rows)
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bf16 instructions")
+def test_prompts_of_all_lengths_do_not_fill_the_memory_with_compiled_kernels() -> None:
+    """A kernel is compiled for each number of rows: 1,024 of them were kept, by two caches, and the engine grew."""
+    limits = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    environ = {name: value for name, value in os.environ.items() if name not in limits}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", GROWTH], cwd=root, env=environ, capture_output=True, check=True)
+    assert int(done.stdout) < 250 << 20

@@ -107,6 +107,7 @@ def run_gateway_thread(
     store_url: str | None = None,
     keys: dict[str, str] | None = None,
     tenants: list[TenantSettings] | None = None,
+    drain_seconds: float = 0,
 ) -> Iterator[RunningGateway]:
     keys = keys or new_keys()
     tenants = four_tenants(keys) if tenants is None else tenants
@@ -137,7 +138,7 @@ def run_gateway_thread(
         ws="none",
         timeout_graceful_shutdown=2,
     )
-    server = GatewayServer(config, drain, drain_seconds=0)
+    server = GatewayServer(config, drain, drain_seconds)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
     thread.start()

@@ -128,7 +128,7 @@ def test_doctor_passes_a_sound_machine(capsys: pytest.CaptureFixture[str]) -> No
     code, checks = doctor_checks(capsys, "--port", "0", "--set", "engine.kv_cache_memory=1MiB")
     assert {name: check["detail"] for name, check in checks.items() if check["status"] == "fail"} == {}
     assert code == 0
-    assert set(checks) == {"python", "config", "data dir", "model", "device", "memory", "store", "port"}
+    assert set(checks) == {"python", "config", "data dir", "model", "device", "memory", "store", "port", "server"}
 
 
 def test_doctor_says_what_to_do(gateway: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

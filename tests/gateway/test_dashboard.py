@@ -13,15 +13,25 @@ import httpx
 import msgspec
 import pytest
 
-from engine.protocol import CacheView, EvictionLine, OwnerUse, PrefixNode, RequestView
+from engine.protocol import CacheView, DocumentStart, EvictionLine, OwnerUse, PrefixNode, RequestView
 from gateway.auth import hash_api_key
-from gateway.dashboard.drawings import TREE_HEIGHT, draw_tree
+from gateway.dashboard.drawings import (
+    BAR_WIDTH,
+    NUM_COLORS,
+    NUM_HEATS,
+    draw_blocks,
+    draw_holders,
+    draw_tree,
+    owner_colors,
+)
 from gateway.dashboard.login import ATTEMPTS, LoginThrottle
+from gateway.dashboard.pages import MEANINGS
 from gateway.dashboard.session import FORM_COOKIE, SESSION_COOKIE, Session, SessionSigner
 from gateway.history import HistoryWriter
 from gateway.metrics import GatewayMetrics
 from gateway.store import EmbeddedStore
 from gateway.store_client import StoreClient
+from gateway.usage import PROMPT_CLASSES
 from tests.gateway.conftest import SECRET, RunningGateway
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.operated import PASSWORD, ask, run_operated, run_store
@@ -315,15 +325,49 @@ def test_a_thousand_tenants_are_listed_in_pages(store: EmbeddedStore, tmp_path: 
 
 def test_the_tree_is_drawn_with_hot_paths_wide_and_nothing_overlapping() -> None:
     shape = [(0, None, 0, 100, 9), (1, 0, 100, 50, 6), (2, 0, 100, 20, 1), (3, None, 0, 10, 0)]
-    by_node = {box.node.node: box for box in draw_tree([tree_node(*row) for row in shape])}
-    assert by_node[1].height > 2 * by_node[2].height
+    tree = draw_tree([tree_node(*row) for row in shape], {"o": 0})
+    by_node = {box.node.node: box for box in tree.boxes}
+    assert by_node[1].height > 1.5 * by_node[2].height
     assert by_node[1].height + by_node[2].height <= by_node[0].height + 1e-6
-    assert sum(by_node[i].height for i in (0, 3)) == pytest.approx(TREE_HEIGHT)
-    assert (
-        by_node[1].y + by_node[1].height <= by_node[2].y + 1e-6
-        or by_node[2].y + by_node[2].height <= by_node[1].y + 1e-6
-    )
-    assert draw_tree([]) == []
+    assert sum(by_node[i].height for i in (0, 3)) == pytest.approx(tree.height)
+    assert by_node[1].y + by_node[1].height <= by_node[2].y + 1e-6, "the hotter one stands above"
+    assert (by_node[0].heat, by_node[3].heat) == (NUM_HEATS - 1, 0)
+    assert draw_tree([], {}).boxes == ()
+
+
+def test_what_is_too_thin_to_see_is_counted_and_not_drawn() -> None:
+    crowd = [tree_node(0, None, 0, 16, 10_000), *(tree_node(i, 0, 16, 16, 0) for i in range(1, 401))]
+    tree = draw_tree(crowd, {})
+    assert (len(tree.boxes), tree.num_left_out) == (1, 400)
+    assert tree.boxes[0].color == NUM_COLORS, "an owner without a color of its own"
+
+
+def test_documents_stand_where_they_begin_and_names_never_run_into_each_other() -> None:
+    documents = (DocumentStart(400, "handbook"), DocumentStart(800, "a-document-with-a-long-name"))
+    node = msgspec.structs.replace(tree_node(0, None, 0, 960, 3, "acme"), documents=documents)
+    (box,) = draw_tree([node], {"acme": 0}).boxes
+    assert [(name.x, name.text) for name in box.names[:2]] == [(0.0, "acme"), (400.0, "handbook")]
+    assert box.cuts == (400.0, 800.0)
+    assert box.names[2].text.endswith("…")
+    assert box.figure == "960 tok · 3×"
+    assert [(mark.x, mark.text) for mark in draw_tree([node], {}).marks[:3]] == [(0, "0"), (200, "200"), (400, "400")]
+
+
+def test_the_bar_of_holders_is_the_whole_pool(operated: RunningGateway) -> None:
+    owners = tuple(OwnerUse(owner=f"t{i}", num_blocks=10 - i, floor_blocks=0, quota_blocks=None) for i in range(8))
+    crowded = view(operated.engine.view, num_blocks=100, block_map=b"f" * 40 + b"c" * 50 + b"a" * 10, owners=owners)
+    colors = owner_colors(crowded)
+    assert colors == owner_colors(view(crowded, owners=owners[2::-1] + owners[3:])), "whoever grows keeps its color"
+    parts = {part.name: part.num_blocks for part in draw_holders(crowded, colors)}
+    assert parts == {"t0": 10, "t1": 9, "t2": 8, "t3": 7, "t4": 6, "t5": 5, "others": 7, "in use": 8, "free": 40}
+    assert sum(part.width for part in draw_holders(crowded, colors)) == pytest.approx(BAR_WIDTH)
+    blocks = draw_blocks(crowded)
+    assert (len(blocks.cells), blocks.columns * blocks.rows) == (100, 100)
+    assert draw_holders(view(crowded, block_map=b""), colors) == [], "one tenant's view says nothing of the pool"
+
+
+def test_every_class_of_tokens_has_a_meaning() -> None:
+    assert set(MEANINGS) == set(PROMPT_CLASSES)
 
 
 def test_requests_and_evictions_are_shown_to_whom_they_concern(store: EmbeddedStore, tmp_path: Path) -> None:

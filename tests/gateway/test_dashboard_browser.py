@@ -1,6 +1,6 @@
 """The dashboard in a real browser, over the whole engine on the fake device.
 
-With RADIXGATE_TEST_SCREENSHOTS=DIRECTORY the pages are also saved as pictures, as docs/images holds them.
+With RADIXGATE_TEST_SCREENSHOTS=DIRECTORY the pages are also saved as pictures, for a look at them.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from typing import cast
 
 import httpx
 import msgspec
+import psutil
 import pytest
 
 from bench.server import RunningServer
-from bench.soak import BrokenPromiseError, Soak
+from bench.soak import Soak
+from bench.soak_clients import BrokenPromiseError, Credentials
 from engine.errors import ConfigError
 from engine.settings import RetrievalSettings, SecuritySettings, ServerSettings, Settings, StoreSettings, TenantSettings
 from gateway.auth import hash_api_key, new_api_key
@@ -156,8 +159,8 @@ async def run_load(service: Service, count: int, seed: int) -> Spent:
     return spent
 
 
-async def test_metrics_equal_history_equal_responses_over_two_workers(service: Service) -> None:
-    """I9: workers that count apart, or twice, disagree with what the clients were told."""
+async def test_metrics_equal_usage_equal_history_equal_responses_over_two_workers(service: Service) -> None:
+    """I9, and litellm#10595: workers that count apart, or twice, disagree with what the clients were told."""
     spent = await run_load(service, 80, seed=1)
     first, second = await service.metrics(), await service.metrics()
     for found in (first, second):
@@ -170,10 +173,30 @@ async def test_metrics_equal_history_equal_responses_over_two_workers(service: S
             assert found["radixgate_output_tokens_total", "fake", tenant] == spent.output[tenant]
             assert found["radixgate_requests_total", "fake", "ok", tenant] == spent.requests[tenant]
             assert found["radixgate_time_to_first_token_seconds_count", "miss", "fake", tenant] >= 1
+    await same_in_usage(service, spent)
     await same_in_history(service, spent)
     engine = await service.metrics("/metrics/engine")
     assert engine["radixgate_engine_output_tokens_total",] >= sum(spent.output.values())
     assert sum(engine["radixgate_engine_blocks", state] for state in ("free", "cached", "active")) == 2048
+
+
+async def same_in_usage(service: Service, spent: Spent) -> None:
+    """As the usage API tells each tenant, whichever worker answers; the others' last counts arrive within moments."""
+    start = int(time.time()) // 3600 * 3600 - 3600
+    for tenant in TENANTS:
+        told = (spent.requests[tenant], spent.prompt[tenant], spent.cached[tenant], spent.output[tenant])
+        async with asyncio.timeout(LIMIT), service.client() as client:
+            while await billed(client, service.keys[tenant], start) != told:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+async def billed(client: httpx.AsyncClient, key: str, start: int) -> tuple[int, ...]:
+    query = {"start_time": start, "bucket_width": "1h", "limit": 3}
+    answer = await client.get("/v1/usage", params=query, headers={"authorization": f"Bearer {key}"})
+    assert answer.status_code == 200, answer.text
+    rows = [row for bucket in answer.json()["data"] for row in bucket["results"]]
+    names = ("num_model_requests", "input_tokens", "input_cached_tokens", "output_tokens")
+    return tuple(sum(row[name] for row in rows) for name in names)
 
 
 async def same_in_history(service: Service, spent: Spent) -> None:
@@ -207,15 +230,16 @@ async def test_a_reload_under_load_fails_no_request_and_loses_no_count(service: 
 async def test_a_short_soak_holds_what_it_promises(service: Service) -> None:
     """The soak itself has to work before an hour is spent on it; a reload falls into each of its rounds."""
     server = RunningServer(f"{service.url}/v1", service.keys["acme"], os.getpid())
-    soak = Soak(server, TOKEN, seed=4, trouble=False, round_seconds=3.0)
+    credentials = Credentials(server.base_url, service.keys["acme"], service.keys["borealis"])
+    tenants = ("acme", "borealis")
+    soak = Soak(server, credentials, tenants, TOKEN, 4, trouble=False, retrieval=False, round_seconds=3.0)
     running = asyncio.create_task(soak.run(5.0))
     await asyncio.sleep(1.0)
     service.supervisor.reload()
     await running
-    assert {"stream", "abort", "bad", "parallel"} <= set(soak.tally.kinds)
+    assert {"stream", "abort", "retry", "stranger", "bad", "parallel"} <= set(soak.tally.kinds)
     assert len(soak.memory) >= 2
-    soak.tally.prompt += 10**9
-    with pytest.raises(BrokenPromiseError, match="I9"):
+    with pytest.raises(BrokenPromiseError, match="I9"):  # a second run's responses are not all that was counted
         await soak.run(0.0)
 
 
@@ -236,6 +260,18 @@ async def test_a_reload_takes_new_tenants_and_refuses_what_needs_a_restart(servi
         answer = await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
         assert answer.status_code == 200
     await refuses_unreadable_settings(service)
+
+
+async def test_a_stop_in_the_middle_of_a_reload_leaves_no_gateway_behind(service: Service) -> None:
+    """The successor belonged to nobody: it was neither a child to be stopped, nor ready to be one."""
+    known = set(psutil.Process().children())
+    service.supervisor.reload()
+    async with asyncio.timeout(LIMIT):
+        while not set(psutil.Process().children()) - known:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    service.supervisor.stop()
+    await asyncio.wait_for(service.serving, LIMIT)
+    assert not [child for child in psutil.Process().children() if child not in known]
 
 
 async def refuses_unreadable_settings(service: Service) -> None:

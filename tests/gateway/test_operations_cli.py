@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import io
+import re
+import socket
 import stat
 import tarfile
 from collections.abc import Callable
@@ -12,15 +15,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, StoreUnavailableError
 from engine.settings import SecuritySettings, ServerSettings, Settings, StoreSettings, TenantSettings
 from gateway import backup
 from gateway.cli import main
 from gateway.dashboard.login import Login
+from gateway.doctor import check_port, check_server
 from gateway.first_run import operator_password_path, with_operator_password
 from gateway.store import EmbeddedStore
 from gateway.store_client import StoreClient
-from gateway.supervisor import running_supervisor
+from gateway.supervisor import free_port, running_supervisor
 from gateway.support_bundle import run_support_bundle
 from gateway.tenants import TenantDirectory
 from gateway.top import run_top
@@ -71,8 +75,8 @@ def test_reload_without_a_server_says_so(capsys: pytest.CaptureFixture[str], tmp
 
 
 @pytest.mark.redis
-def test_a_backup_brings_everything_back_on_a_new_machine(tmp_path: Path) -> None:
-    """A backup that was never restored is none. Keys with a time limit keep it."""
+def test_a_backup_brings_everything_back_on_a_new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backup that was never restored is none. Uploaded files are in it; keys with a time limit keep it."""
     old, new = settings_in(tmp_path / "old"), settings_in(tmp_path / "new")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "secret").write_text("a stored secret\n")
@@ -80,11 +84,15 @@ def test_a_backup_brings_everything_back_on_a_new_machine(tmp_path: Path) -> Non
     async def fill(store: StoreClient) -> None:
         commands = [("SET", f"radixgate:key:{i}", bytes([i % 256, 0, 255])) for i in range(1200)]
         await store.fetch(*commands, ("HSET", "radixgate:hash", "a", 1), ("SET", "radixgate:short", "x", "PX", 600_000))
-        await store.fetch(("SET", "foreign", "not ours"))
+        await store.fetch(("SET", "rg:acme:file:F:bytes", b"\x00an uploaded file"), ("SET", "foreign", "not ours"))
+        await store.fetch(("HSET", "radixgate:kv:{slab}:blocks", "where", "blocks lie on this machine"))
 
     with_store(old, fill)
     file = tmp_path / "backup.tar.gz"
+    monkeypatch.setattr(backup, "_PART_BYTES", 4096)
     assert backup.run_backup(old, file) == 0
+    with tarfile.open(file) as archive:
+        assert sum(name.startswith("store/") for name in archive.getnames()) > 1, "in parts"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert backup.run_restore(new, file) == 0
 
@@ -96,6 +104,8 @@ def test_a_backup_brings_everything_back_on_a_new_machine(tmp_path: Path) -> Non
         assert isinstance(answers[1], int)
         assert 0 < answers[1] <= 600_000
         assert answers[2] == 0
+        answers = await store.fetch(("GET", "rg:acme:file:F:bytes"), ("EXISTS", "radixgate:kv:{slab}:blocks"))
+        assert answers == [b"\x00an uploaded file", 0]
 
     with_store(new, look)
     assert (tmp_path / "new" / "secret").read_text() == "a stored secret\n"
@@ -121,13 +131,43 @@ def test_what_is_no_backup_is_refused(tmp_path: Path) -> None:
         archive.addfile(tarfile.TarInfo("something"), io.BytesIO())
     with pytest.raises(ConfigError, match="no backup"):
         backup.run_restore(settings_in(tmp_path), file)
-    dump = msgspec.msgpack.encode(backup.StoreDump(99, 0.0, ()))
+    header = msgspec.json.encode(backup.Header(99, 0.0))
     with tarfile.open(file, "w:gz") as archive:
-        member = tarfile.TarInfo("store.bin")
-        member.size = len(dump)
-        archive.addfile(member, io.BytesIO(dump))
+        member = tarfile.TarInfo("backup.json")
+        member.size = len(header)
+        archive.addfile(member, io.BytesIO(header))
     with pytest.raises(ConfigError, match="format 99"):
         backup.run_restore(settings_in(tmp_path), file)
+    for other in (tmp_path / "missing.tar.gz", Path(__file__)):
+        with pytest.raises(ConfigError, match="cannot be read as a backup"):
+            backup.run_restore(settings_in(tmp_path), other)
+
+
+@pytest.mark.redis
+def test_a_backup_of_nothing_is_refused_and_leaves_the_last_one(tmp_path: Path) -> None:
+    """A misspelt data directory gave an empty backup, in the place of the good one."""
+    file = tmp_path / "backup.tar.gz"
+    file.write_text("the last good one")
+    with pytest.raises(ConfigError, match="no store in"):
+        backup.run_backup(settings_in(tmp_path / "mispelt"), file)
+    assert not (tmp_path / "mispelt").exists()
+    away = msgspec.structs.replace(settings_in(tmp_path), store=StoreSettings(url=f"unix://{tmp_path}/nobody.sock"))
+    with pytest.raises(StoreUnavailableError):
+        backup.run_backup(away, file)
+    assert [path.name for path in tmp_path.iterdir()] == ["backup.tar.gz"]
+    assert file.read_text() == "the last good one"
+
+
+def test_bench_without_a_name_lists_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 2
+    assert "come with the source" in capsys.readouterr().err
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert main(["bench"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^soak +mixed load with trouble", shown, re.MULTILINE)
+    assert "chat_client" not in shown
+    assert main(["bench", "saok"]) == 2
+    assert "soak" in capsys.readouterr().err
 
 
 def test_the_support_bundle_holds_metrics_and_no_secret(tmp_path: Path) -> None:
@@ -185,3 +225,28 @@ async def test_the_first_runs_password_opens_the_dashboard_and_survives_a_restar
     assert session.role == "operator"
     assert await login.log_in("a guess") is None
     assert with_operator_password(settings_in(tmp_path)).security.operator_password_hash == "$argon2$secret"
+
+
+@pytest.mark.redis
+def test_doctor_knows_its_own_server(tmp_path: Path) -> None:
+    """A port that our own server has is no fault; one that does not answer is."""
+    settings = msgspec.structs.replace(settings_in(tmp_path), server=ServerSettings(port=free_port()))
+    assert (check_server(settings).status, check_server(settings).detail) == ("ok", "none runs on this data directory")
+    (tmp_path / "run").mkdir(mode=0o700, exist_ok=True)
+    with (tmp_path / "run" / "serve.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("1")
+        lock.flush()
+        assert check_server(settings).status == "fail"
+        with run_operated(tmp_path, "") as gateway:
+            running = msgspec.structs.replace(settings, server=ServerSettings(port=gateway.port))
+            assert check_port(running).status == "ok"
+            assert "our own server" in check_port(running).detail
+            assert check_server(running).status == "ok"
+            gateway.on_loop(gateway.drain.begin)
+            assert (check_server(running).status, check_server(running).detail) == (
+                "fail",
+                "unavailable: shutting down",
+            )
+        with socket.create_server(("127.0.0.1", settings.server.port)):
+            assert check_port(settings).status == "fail", "somebody else's"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import socket
 from pathlib import Path
 
 import httpx
@@ -279,3 +280,17 @@ def test_the_same_upload_again_is_the_same_file(retrieval: RetrievalGateway) -> 
         member = client.vector_stores.files.create_and_poll(again.id, vector_store_id=store)
         assert member.status == "completed"
         assert len(client.vector_stores.search(store, query="passage").data) == 1
+
+
+def test_a_client_that_leaves_while_it_uploads_is_no_error_of_ours(
+    retrieval: RetrievalGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The framework calls it an internal error: it counted as one of ours, and any client could write tracebacks."""
+    caplog.set_level("INFO")
+    gateway = retrieval.gateway
+    head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: {gateway.headers()['authorization']}\r\n"
+    form = "content-type: multipart/form-data; boundary=b\r\ncontent-length: 1000\r\n\r\n--b\r\ncontent-disposition: fo"
+    with socket.create_connection(("127.0.0.1", gateway.port)) as client:
+        client.sendall((head + form).encode())
+    gateway.wait_until(lambda: any("/v1/files" in record.getMessage() for record in caplog.records))
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
+import msgspec
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from engine.logging_setup import JsonFormatter, configure_logging
 from engine.protocol import PromptAccount
 from engine.settings import ServerSettings, TracingSettings
-from gateway.logging_setup import JsonFormatter, configure_logging
+from gateway.child import print_json_line
 from gateway.tracing import build_tracer, span_tracer
-from tests.gateway.conftest import RunningGateway
-from tests.gateway.operated import ask
+from tests.gateway.conftest import RunningGateway, run_gateway_thread
+from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.operated import ask, operated_settings
 from tests.gateway.test_metrics import record
 
 
@@ -88,6 +97,57 @@ def test_tracing_is_off_by_default_and_then_not_even_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
 
 
+class Collector(BaseHTTPRequestHandler):
+    """An OTLP collector: keeps what it is sent."""
+
+    bodies: ClassVar[list[bytes]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.bodies.append(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
+        assert self.path == "/v1/traces"
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+def test_a_gateway_sends_its_spans_to_a_collector_and_no_text_with_them(tmp_path: Path) -> None:
+    """From `tracing.endpoint` to the bytes on the wire, under the trace of the caller."""
+    Collector.bodies.clear()
+    trace, secret = "0af7651916cd43dd8448eb211c80319c", "what nobody but the model shall read"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever).start()
+        tracing = TracingSettings(endpoint=f"http://127.0.0.1:{server.server_port}")
+        settings = msgspec.structs.replace(operated_settings(tmp_path, ""), tracing=tracing)
+        try:
+            with contextmanager(run_gateway_thread)(FakeEngine(), settings, operated=True) as gateway:
+                body = {"model": "echo/byte-model", "messages": [{"role": "user", "content": secret}]}
+                headers = gateway.headers("alice") | {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+                answer = gateway.http.post("/v1/chat/completions", json=body, headers=headers)
+                usage = answer.json()["usage"]
+        finally:
+            server.shutdown()
+    sent = [ExportTraceServiceRequest.FromString(body) for body in Collector.bodies]
+    spans = [
+        span
+        for message in sent
+        for part in message.resource_spans
+        for scope in part.scope_spans
+        for span in scope.spans
+    ]
+    assert {span.name for span in spans} == {"chat echo/byte-model", "generate"}
+    assert {span.trace_id.hex() for span in spans} == {trace}
+    (whole,) = [span for span in spans if span.name.startswith("chat")]
+    assert whole.parent_span_id.hex() == "b7ad6b7169203331"
+    numbers = {attribute.key: attribute.value.int_value for attribute in whole.attributes}
+    assert numbers["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert numbers["gen_ai.usage.cache_read.input_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert secret.encode() not in b"".join(Collector.bodies)
+
+
 def test_one_json_line_a_request_with_numbers_and_no_text(
     gateway: RunningGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,3 +188,14 @@ def test_exceptions_and_other_messages_are_objects_too(monkeypatch: pytest.Monke
     fields = json.loads(JsonFormatter().format(made))
     assert (fields["level"], fields["message"]) == ("error", "went wrong")
     assert "ValueError: broken" in fields["exception"]
+
+
+def test_every_line_of_a_whole_service_is_an_object_when_its_log_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """A prefix before a child's JSON, or the store's own words between, would break whoever collects the lines."""
+    print_json_line("gateway.2", '{"level": "warning", "message": "märz"}')
+    print_json_line("store", '31010:M 30 Nov * "Ready"')
+    print_json_line("serve", "42")
+    gateway, store, serve = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert gateway == {"process": "gateway.2", "level": "warning", "message": "märz"}
+    assert (store["process"], store["level"], store["message"]) == ("store", "info", '31010:M 30 Nov * "Ready"')
+    assert serve["message"] == "42"

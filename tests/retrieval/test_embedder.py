@@ -16,6 +16,7 @@ from retrieval.embedder import EmbedderServer, Floats
 from retrieval.embedder_client import EmbedderClient
 from retrieval.embedder_protocol import Cancel, Describe, Embed, EmbedderInfo, EmbedFailure, Rerank, Scores, Vectors
 from retrieval.errors import EmbedderUnavailableError
+from retrieval.healthcheck import check
 
 
 class CountingModel:
@@ -92,7 +93,7 @@ def test_reranking_and_describing() -> None:
 
 @pytest.mark.slow
 async def test_the_real_model_behind_its_socket(tmp_path: Path) -> None:
-    """Near texts are near, a long text is embedded whole, and a killed embedder fails what waits for it."""
+    """Near texts are near, long ones are embedded whole; killed, it fails what waits; told to stop, it ends well."""
     endpoint = f"ipc://{tmp_path}/e"
     command = [sys.executable, "-m", "retrieval.embedder", endpoint, "--threads", "1"]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -119,7 +120,15 @@ async def test_the_real_model_behind_its_socket(tmp_path: Path) -> None:
         with pytest.raises(EmbedderUnavailableError):
             await waiting
         assert len((await client.embed(["again"], urgent=True))[0]) == 1
+        assert await check(endpoint)
+        process.terminate()
+        assert await process.wait() == 0, "a container's process 1 has to handle the signal that ends it"
     finally:
         await client.close()
-        process.kill()
-        await process.wait()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_the_health_check_fails_where_nobody_answers(tmp_path: Path) -> None:
+    assert not await check(f"ipc://{tmp_path}/nobody", seconds=0.1)
