@@ -85,8 +85,6 @@ def disk(blocks: int, directory: Path) -> dict[str, float]:
 
     def run(kind: IoKind) -> None:
         for n in range(blocks):
-            if kind is IoKind.READ:
-                slab.will_need(n)
             io.submit(IoJob(kind, n, keys[n], host.slot(n), n, sums.get(n, 0)))
         done = 0
         while done < blocks:

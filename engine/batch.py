@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.protocol import SamplingParams
@@ -85,11 +86,20 @@ class SchedulerOutput:
 
 
 @dataclass(slots=True, frozen=True)
+class TokenLogprobs:
+    """Natural logarithms, of the model's own distribution (`engine/logprobs.py`)."""
+
+    logprob: float  # of the token that was drawn
+    top: tuple[tuple[int, float], ...]  # (token id, log probability), the best first
+
+
+@dataclass(slots=True, frozen=True)
 class StepResult:
     """What came out of a step, one entry a sequence."""
 
     token_ids: list[int | None]  # None: not sampled, or nothing that could be sampled
     without_logits: frozenset[int] = frozenset()  # sequences whose logits are not finite: their KV is worth nothing
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])  # of those that asked
 
 
 @dataclass(slots=True, frozen=True)

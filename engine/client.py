@@ -42,6 +42,7 @@ from engine.protocol import (
     ClientMessage,
     Delta,
     DocumentStats,
+    DrawnToken,
     EngineInfo,
     EngineMessage,
     EngineMetrics,
@@ -77,11 +78,12 @@ QUEUE = 16_384  # messages
 class _Stream:
     """What one request has received and nobody has taken yet: at most one delta, or its end."""
 
-    __slots__ = ("_arrived", "_error", "_last", "_texts", "ended")
+    __slots__ = ("_arrived", "_error", "_last", "_texts", "_tokens", "ended")
 
     def __init__(self) -> None:
         self._arrived = asyncio.Event()
         self._texts: list[str] = []
+        self._tokens: list[DrawnToken] = []
         self._last: Delta | None = None
         self._error: RadixgateError | None = None
         self.ended = False  # the engine is done with the request: there is nothing left to abort
@@ -90,6 +92,7 @@ class _Stream:
         if self.ended:
             return
         self._texts.append(delta.text)
+        self._tokens += delta.tokens
         if self._last is not None and delta.account is None:
             delta = with_account_of(self._last, delta)
         self._last = delta
@@ -109,9 +112,10 @@ class _Stream:
         if self._last is None:
             assert self._error is not None, "a stream is woken by a delta or an error"
             raise self._error
-        delta = msgspec.structs.replace(self._last, text="".join(self._texts))
+        delta = msgspec.structs.replace(self._last, text="".join(self._texts), tokens=tuple(self._tokens))
         self._last = None
         self._texts.clear()
+        self._tokens.clear()
         if self._error is None:
             self._arrived.clear()
         return delta

@@ -70,6 +70,20 @@ class IncrementalDetokenizer:
         self._is_first = False
         return self._until_stop(self._normalize(self._utf8.decode(spelled)), honour_stop=honour_stop)
 
+    @property
+    def num_held(self) -> int:
+        """Characters that are decoded and not sent: they may become a stop string."""
+        return len(self._held)
+
+    def spell(self, token_id: int) -> bytes:
+        """A token by itself, as it would stand here; nothing for a padded row of the vocabulary."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._skip_token_ids:
+            return token.encode()
+        return self._spelling.to_bytes(token, is_first=self._is_first)
+
     def flush(self) -> str:
         """The rest, once no token follows: an open character as U+FFFD, a held beginning of a stop string as text."""
         if self.stopped is not None:

@@ -38,7 +38,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from engine.batch import ScheduledSequence, SchedulerOutput, StepResult, TransferReport
+from engine.batch import ScheduledSequence, SchedulerOutput, StepResult, TokenLogprobs, TransferReport
 from engine.document_stats import document_uses
 from engine.erasure import Selection
 from engine.errors import (
@@ -295,7 +295,7 @@ class LLMEngine:
                 if index in result.without_logits:
                     messages.append(self._fail_row(request))
                 else:
-                    self._advance(request, sequence, result.token_ids[index], messages)
+                    self._advance(request, sequence, result.token_ids[index], result.logprobs.get(index), messages)
         except Exception as error:  # noqa: BLE001
             return messages + self._reset_cache(error)
         return messages
@@ -309,7 +309,12 @@ class LLMEngine:
         self._settle_transfers()
 
     def _advance(
-        self, request: Request, sequence: ScheduledSequence, token_id: int | None, messages: list[Delta | Failure]
+        self,
+        request: Request,
+        sequence: ScheduledSequence,
+        token_id: int | None,
+        logprobs: TokenLogprobs | None,
+        messages: list[Delta | Failure],
     ) -> None:
         request.num_pending_tokens -= sequence.sample
         if request.state is RequestState.RUNNING:  # else it was preempted while the step ran, and holds no block
@@ -317,7 +322,7 @@ class LLMEngine:
         if token_id is None:
             return
         try:
-            delta = self._push(request, token_id)
+            delta = self._push(request, token_id, logprobs)
         except Exception:
             logger.exception("the output of request %s cannot be made; it ends", request.request_id)
             messages.append(self._fail(request, EngineStepError("this request's output could not be made into text")))
@@ -325,14 +330,14 @@ class LLMEngine:
         if delta is not None:
             messages.append(delta)
 
-    def _push(self, request: Request, token_id: int) -> Delta | None:
+    def _push(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> Delta | None:
         request.append_output(token_id)
         counters = self._counters_of(request)
         counters.num_output_tokens += 1
         if request.num_output_tokens == 1 and request.account is not None and not request.shares_account:
             counters.num_prompt_tokens += request.num_prompt_tokens
             counters.num_cached_tokens += request.account.num_cached_tokens
-        delta = self._streams[request.request_id].push(token_id)
+        delta = self._streams[request.request_id].push(token_id, logprobs)
         if delta is not None and delta.finish_reason is not None:
             self._end(request)
             counters.num_requests_finished += 1

@@ -41,6 +41,7 @@ from engine.kv_cache import (
 )
 from engine.load_progress import Progress
 from engine.logits_processors import is_penalised
+from engine.logprobs import read_logprobs
 from engine.model_loader import LoadedModel
 from engine.ranks import RankGroup
 from engine.sampler import FetchedTokens, Sampler
@@ -60,15 +61,23 @@ class PendingStep:
     """A step in the device's queue."""
 
     def __init__(self, sequences: Sequence[ScheduledSequence], fetched: FetchedTokens | None) -> None:
-        self._sampled = [sequence.sample for sequence in sequences]
+        self._sequences = sequences
         self._fetched = fetched
 
     def wait(self) -> StepResult:
         """Returns when the device is done with the step."""
-        tokens = iter(self._fetched.wait() if self._fetched is not None else [])
-        token_ids = [next(tokens) if sampled else None for sampled in self._sampled]
-        lost = (i for i, sampled in enumerate(self._sampled) if sampled and token_ids[i] is None)
-        return StepResult(token_ids, frozenset(lost))
+        token_ids: list[int | None] = [None] * len(self._sequences)
+        if self._fetched is None:
+            return StepResult(token_ids)
+        sampled = [index for index, sequence in enumerate(self._sequences) if sequence.sample]
+        for index, token_id in zip(sampled, self._fetched.wait(), strict=True):
+            token_ids[index] = token_id
+        logprobs = read_logprobs(self._fetched.logprobs(), [self._sequences[index] for index in sampled])
+        return StepResult(
+            token_ids,
+            frozenset(index for index in sampled if token_ids[index] is None),
+            {index: found for index, found in zip(sampled, logprobs, strict=True) if found is not None},
+        )
 
 
 class ModelRunner:

@@ -26,6 +26,7 @@ import msgspec
 assert sys.byteorder == "little", "token ids are compared and hashed as little-endian int32"
 
 PROTOCOL_VERSION = 1
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
@@ -89,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}  # added to the logits of these tokens
     seed: int | None = None  # None: the engine draws one
     stop: tuple[str, ...] = ()
+    num_logprobs: int | None = None  # of the best tokens beside the drawn one; None: no log probabilities at all
     min_tokens: int = 0  # end-of-turn tokens and stop strings are not honoured before
     ignore_eos: bool = False
 
@@ -256,12 +258,26 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     special_tokens: dict[str, str]  # bos_token, eos_token, …, as the template sees them
 
 
+class TokenLogprob(msgspec.Struct, frozen=True):
+    token: bytes  # UTF-8, or a part of a character
+    logprob: float
+
+
+class DrawnToken(msgspec.Struct, frozen=True):
+    """A token of the output, with the log probabilities that were asked for."""
+
+    token: bytes
+    logprob: float
+    top: tuple[TokenLogprob, ...]  # the best first
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     """New text of a request. The first one carries the account; the last one the finish reason."""
 
     request_id: str
     text: str
     num_output_tokens: int  # so far
+    tokens: tuple[DrawnToken, ...] = ()  # whose text has begun to come out, if log probabilities were asked for
     account: PromptAccount | None = None
     document_order: tuple[int, ...] | None = None  # with the account, if documents were ordered: given positions
     finish_reason: FinishReason | None = None

@@ -10,7 +10,14 @@ import math
 from collections.abc import Iterator
 
 from engine.errors import ContextLengthExceededError, InvalidRequestError
-from engine.protocol import MAX_WEIGHT, MIN_WEIGHT, EngineInfo, SamplingParams, TenantPolicy
+from engine.protocol import (
+    MAX_TOP_LOGPROBS,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    EngineInfo,
+    SamplingParams,
+    TenantPolicy,
+)
 from engine.request import Request
 
 _MAX_SEED = 1 << 64
@@ -56,6 +63,8 @@ def _of_sampling(sampling: SamplingParams, info: EngineInfo) -> Iterator[_Rule]:
     yield known, "logit_bias", "a token id is outside the model's vocabulary"
     bounded = all(abs(bias) <= MAX_BIAS for bias in sampling.logit_bias.values())
     yield bounded, "logit_bias", f"a bias must be from -{MAX_BIAS:g} to {MAX_BIAS:g}"
+    told = 0 <= (sampling.num_logprobs or 0) <= MAX_TOP_LOGPROBS
+    yield told, "num_logprobs", f"num_logprobs must be from 0 to {MAX_TOP_LOGPROBS}"
     yield abs(sampling.seed or 0) < _MAX_SEED, "seed", "a seed must fit 64 bits"
     yield all(sampling.stop), "stop", "an empty stop string would end every text"
     short = len(sampling.stop) <= MAX_STOPS and all(len(stop) <= MAX_STOP_LENGTH for stop in sampling.stop)

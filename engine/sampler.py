@@ -46,6 +46,7 @@ from torch import Tensor
 
 from engine.batch import ScheduledSequence
 from engine.logits_processors import process_logits
+from engine.logprobs import asked_logprobs
 from engine.protocol import SamplingParams
 from kernels.upload import upload
 
@@ -61,20 +62,23 @@ class SampledTokens:
 
     token_ids: Tensor  # int64 [B]; any id in a row without finite logits
     is_finite: Tensor  # bool [B]: False where the logits hold a NaN or +inf, or nothing but -inf
+    logprobs: Tensor | None = None  # float64 [R, 1 + 2k], of the rows that ask: `engine/logprobs.py`
 
 
 class FetchedTokens:
     """Sampled tokens on their way to the host."""
 
     def __init__(self, sampled: SampledTokens) -> None:
-        both = torch.stack((sampled.token_ids, sampled.is_finite.long()))
+        self._host = _download(torch.stack((sampled.token_ids, sampled.is_finite.long())))
+        self._logprobs = None if sampled.logprobs is None else _download(sampled.logprobs)
         self._arrived: torch.cuda.Event | None = None
-        if both.device.type == "cuda":
-            self._host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(both, non_blocking=True)
+        if sampled.token_ids.device.type == "cuda":
             self._arrived = torch.cuda.Event()
             self._arrived.record()
-        else:
-            self._host = both.cpu()
+
+    def logprobs(self) -> list[list[float]]:
+        """Of the rows that asked, after `wait`: see `engine.logprobs.read_logprobs`."""
+        return [] if self._logprobs is None else self._logprobs.tolist()
 
     def wait(self) -> list[int | None]:
         """One a row; None where there was nothing to draw from."""
@@ -82,6 +86,13 @@ class FetchedTokens:
             self._arrived.synchronize()
         token_ids, is_finite = self._host.tolist()
         return [token_id if finite else None for token_id, finite in zip(token_ids, is_finite, strict=True)]
+
+
+def _download(values: Tensor) -> Tensor:
+    """A copy in the host's memory, there when the device has come to it."""
+    if values.device.type != "cuda":
+        return values.cpu()
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -135,7 +146,7 @@ class Sampler:
     ) -> SampledTokens:
         """One token a row of `logits` [B, V], which are left as they are. `newest` as in `process_logits`."""
         assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} sequences"
-        logits = _mask_eos(process_logits(logits, rows, newest), rows, eos_token_ids)
+        raw, logits = logits, _mask_eos(process_logits(logits, rows, newest), rows, eos_token_ids)
         highest, token_ids = logits.max(dim=-1)  # [B], [B]; the first of equal logits
         # max() carries a NaN on, and is −inf only when the whole row is: the maxima stand for all of the logits.
         is_finite = torch.isfinite(highest)
@@ -145,7 +156,7 @@ class Sampler:
             indices = upload(torch.tensor(chosen), logits.device)
             drawn = self._draw(logits[indices].float(), [rows[index] for index in chosen], window)
             token_ids.index_copy_(0, indices, drawn)
-        return SampledTokens(token_ids, is_finite)
+        return SampledTokens(token_ids, is_finite, asked_logprobs(raw, rows, token_ids))
 
     def _draws(self, rows: Sequence[ScheduledSequence], vocab_size: int) -> Iterator[tuple[list[int], int | None]]:
         """The rows that are drawn alike, and how many of their best tokens are ranked; None: they need no ranking."""

@@ -13,17 +13,24 @@ from __future__ import annotations
 from array import array
 
 from engine.batch import ScheduledSequence, SchedulerOutput
-from engine.protocol import SamplingParams
+from engine.protocol import MAX_TOP_LOGPROBS, SamplingParams
 from engine.settings import EngineSettings
 
 _SHORT = 8  # new tokens: the most that decode kernels take
 _SAMPLING = SamplingParams(
-    max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1, repetition_penalty=1.1
+    max_tokens=1,
+    temperature=1.0,
+    top_p=0.9,
+    top_k=50,
+    min_p=0.01,
+    frequency_penalty=0.1,
+    repetition_penalty=1.1,
+    num_logprobs=MAX_TOP_LOGPROBS,
 )
 
 
 def largest_step(settings: EngineSettings) -> SchedulerOutput:
-    """As many sequences and tokens as one step may have, every sequence sampled with all filters and penalties on."""
+    """As many sequences and tokens as one step may have, every sequence sampled with all that may be asked for."""
     num_seqs = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     length, remainder = divmod(settings.max_num_batched_tokens, num_seqs)
     sequences: list[ScheduledSequence] = []

@@ -25,7 +25,7 @@ import msgspec
 from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Receive, Scope, Send
 
 from engine.errors import RadixgateError
-from engine.protocol import Delta, FinishReason, PromptAccount, Submit
+from engine.protocol import Delta, DrawnToken, FinishReason, PromptAccount, Submit
 from gateway.drain import Drain
 from gateway.engine_port import Engine
 from gateway.error_responses import error_body
@@ -51,6 +51,7 @@ class CompletionHeader:
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
     text: str
+    tokens: tuple[DrawnToken, ...]  # if log probabilities were asked for
     finish_reason: FinishReasonText
 
 
@@ -65,7 +66,7 @@ class AnswerForm(Protocol):
         """The chunk before a choice's first text."""
         ...
 
-    def piece(self, choice: int, text: str) -> bytes: ...
+    def piece(self, choice: int, text: str, tokens: tuple[DrawnToken, ...]) -> bytes: ...
 
     def ending(self, choice: int, generated: GeneratedText) -> bytes: ...
 
@@ -84,6 +85,7 @@ class _Tally:
         self._accounts: list[PromptAccount | None] = [None] * (num_choices // choices_per_prompt)
         self._num_output_tokens = [0] * num_choices
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._tokens: list[list[DrawnToken]] = [[] for _ in range(num_choices)]
         self._reasons: dict[int, FinishReasonText] = {}
         self._meter = meter
         self._context = context
@@ -101,6 +103,7 @@ class _Tally:
         self._num_output_tokens[choice] = delta.num_output_tokens
         self._context.num_output_tokens = self._meter.num_output_tokens = sum(self._num_output_tokens)
         self._texts[choice].append(delta.text)
+        self._tokens[choice] += delta.tokens
         if delta.finish_reason is not None:
             self._reasons[choice] = _finish_reason(delta.finish_reason)
 
@@ -118,7 +121,7 @@ class _Tally:
         return PromptAccount(**total)
 
     def generated(self, choice: int) -> GeneratedText:
-        return GeneratedText("".join(self._texts[choice]), self._reasons[choice])
+        return GeneratedText("".join(self._texts[choice]), tuple(self._tokens[choice]), self._reasons[choice])
 
     def usage(self) -> Usage:
         account, completion = self.account, sum(self._num_output_tokens)
@@ -212,8 +215,8 @@ class Answer:
         for choice in range(len(self._submits)):
             await _send_chunk(send, form.opening(choice))
         async for choice, delta in updates:
-            if delta.text:
-                await _send_chunk(send, form.piece(choice, delta.text))
+            if delta.text or delta.tokens:
+                await _send_chunk(send, form.piece(choice, delta.text, delta.tokens))
             if delta.finish_reason is not None:
                 await _send_chunk(send, form.ending(choice, tally.generated(choice)))
         await meter.settle()

@@ -62,14 +62,15 @@ class Outline:
     system: str
     documents: tuple[tuple[str, int], ...]  # id, hash of the text
     narrowing: tuple[tuple[str, str], ...]
-    has_reasoning: bool  # in an earlier answer
+    loses_reasoning: bool  # an earlier answer comes with its thoughts, and the template leaves them out
 
     @classmethod
-    def of(cls, request: ChatRequest, given: Sequence[Document]) -> Outline:
+    def of(cls, request: ChatRequest, given: Sequence[Document], *, drops_reasoning: bool) -> Outline:
         system = "\n\n".join(message.text for message in request.messages if message.role == "system")
         documents = tuple((document.id, hash((document.title, document.text))) for document in given)
         reasoning = any(message.role == "assistant" and "</think>" in message.text for message in request.messages)
-        return cls(system[:_MAX_CHARACTERS], documents, tuple(sorted(request.body.narrowing.items())), reasoning)
+        narrowing = tuple(sorted(request.body.narrowing.items()))
+        return cls(system[:_MAX_CHARACTERS], documents, narrowing, drops_reasoning and reasoning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +182,11 @@ def _hints(asked: Diagnosis, account: PromptAccount) -> Iterator[Hint]:
         return
     if account.evicted:
         yield Hint("evicted", f"{account.evicted} tokens were cached once and had to make room.")
-    if asked.outline.has_reasoning:
+    if asked.outline.loses_reasoning and (account.cold or account.diverged or account.evicted):
         yield Hint(
             "reasoning_in_history",
-            "An earlier answer comes with its reasoning (`</think>`). Many chat templates leave that out, "
-            "so the prompt differs from what was computed when the answer was given. Send answers without it.",
+            "An earlier answer comes with its reasoning (`</think>`), and this model's chat template leaves that out "
+            "of later prompts: what was computed when the answer was given is not found again from there on.",
         )
     if account.num_cached_tokens < _num_shareable(asked.segments):
         yield from _differences(asked.outline, asked.earlier)

@@ -40,8 +40,14 @@ class ChatCompletions:
             documents = await self._retriever.documents(request, call.caller.tenant, scopes, model)
         documents, segments = await _build_prompt(request, documents, scopes, model)
         header = answering.header("chatcmpl", model)
-        diagnosis = self._diagnosis(request, documents, segments, call)
-        form = ChatForm(header, documents, diagnosis, include_usage=request.body.include_usage)
+        diagnosis = self._diagnosis(request, documents, segments, call, model)
+        form = ChatForm(
+            header,
+            documents,
+            diagnosis,
+            include_usage=request.body.include_usage,
+            has_logprobs=request.body.num_logprobs is not None,
+        )
         prompt = Prompt(segments=segments, document_order=documents.engine_order, pin_top=documents.pin_top)
         return answering.answer(call, request.body, request.max_tokens, model, [prompt], form, header.id)
 
@@ -56,9 +62,14 @@ class ChatCompletions:
         return replace(request, messages=(Message("system", prompt.text), *request.messages))
 
     def _diagnosis(
-        self, request: ChatRequest, documents: ChatDocuments, segments: tuple[Segment, ...], call: Call
+        self,
+        request: ChatRequest,
+        documents: ChatDocuments,
+        segments: tuple[Segment, ...],
+        call: Call,
+        model: ServedModel,
     ) -> Diagnosis:
-        outline = Outline.of(request, documents.latest)
+        outline = Outline.of(request, documents.latest, drops_reasoning=model.prompts.drops_reasoning)
         wanted = request.body.cache_report or call.headers.get("x-radixgate-cache-report", "0") == "1"
         return Diagnosis(segments, outline, self._history.note(call.caller.tenant.id, outline), wanted)
 

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.errors import InvalidRequestError, UnsupportedParameterError
+from engine.protocol import MAX_TOP_LOGPROBS
 from gateway.generation_fields import GenerationFields, TokenCount, check_min_tokens, read_fields
 from gateway.inert_parameters import CHAT, without_inert
 from gateway.json_body import as_object, as_string, check_count, json_object, wrong_type
@@ -34,6 +35,8 @@ class ChatBody(GenerationFields, frozen=True, kw_only=True):
 
     messages: list[object]
     max_completion_tokens: TokenCount | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
     documents: list[object] = msgspec.field(default_factory=list[object])
     document_order: Literal["given", "canonical", "cache"] = "given"  # of `documents`
@@ -42,6 +45,10 @@ class ChatBody(GenerationFields, frozen=True, kw_only=True):
     tools: list[object] = msgspec.field(default_factory=list[object])
     system_prompt_id: Annotated[str, Meta(min_length=1, max_length=64)] | None = None  # one the operator has published
     cache_report: bool = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +69,8 @@ def parse_chat_request(raw: bytes, content_type: str, max_choices: int) -> ChatR
     """Raises `RequestError` for whatever is wrong with the bytes or what they say."""
     given = json_object(raw, content_type)
     body = read_fields(without_inert(given, CHAT), ChatBody, max_choices)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("`top_logprobs` is for `logprobs: true` only.", param="top_logprobs")
     max_tokens = _max_tokens(body)
     check_min_tokens(body.min_tokens, max_tokens)
     check_count(body.documents, "documents")

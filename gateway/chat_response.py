@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.protocol import PromptAccount
+from engine.protocol import DrawnToken, PromptAccount
 from gateway.answer import CompletionHeader, GeneratedText
 from gateway.cache_report import CacheReport, Diagnosis
 from gateway.chat_documents import ChatDocuments
+from gateway.logprob_objects import chat_logprobs
 from gateway.openai_types import (
     AssistantMessage,
     ChatCompletion,
     ChatCompletionChunk,
+    ChatLogprobs,
     Choice,
     ChunkChoice,
     ChunkDelta,
@@ -28,13 +30,20 @@ class ChatForm:
     """An `AnswerForm`."""
 
     def __init__(
-        self, header: CompletionHeader, documents: ChatDocuments, diagnosis: Diagnosis, *, include_usage: bool
+        self,
+        header: CompletionHeader,
+        documents: ChatDocuments,
+        diagnosis: Diagnosis,
+        *,
+        include_usage: bool,
+        has_logprobs: bool,
     ) -> None:
         self._header = header
         self._documents = documents
         self._diagnosis = diagnosis
         self._report: CacheReport | None = None
         self._include_usage = include_usage
+        self._has_logprobs = has_logprobs
 
     async def begin(self, account: PromptAccount, document_order: tuple[int, ...] | None) -> tuple[str, ...]:
         self._documents.settle(document_order)
@@ -59,7 +68,15 @@ class ChatForm:
 
     def _choice(self, index: int, generated: GeneratedText) -> Choice:
         message = AssistantMessage(content=generated.text, citations=self._citations(generated.text))
-        return Choice(index=index, message=message, finish_reason=generated.finish_reason)
+        return Choice(
+            index=index,
+            message=message,
+            logprobs=self._logprobs(generated.tokens),
+            finish_reason=generated.finish_reason,
+        )
+
+    def _logprobs(self, tokens: tuple[DrawnToken, ...]) -> ChatLogprobs | None:
+        return chat_logprobs(tokens) if self._has_logprobs else None
 
     def _citations(self, text: str) -> tuple[CitationObject, ...] | msgspec.UnsetType:
         return self._documents.citations(text) if self._documents.all else msgspec.UNSET
@@ -69,8 +86,9 @@ class ChatForm:
     def opening(self, choice: int) -> bytes:
         return self._chunk(ChunkChoice(index=choice, delta=ChunkDelta(role="assistant", content="")))
 
-    def piece(self, choice: int, text: str) -> bytes:
-        return self._chunk(ChunkChoice(index=choice, delta=ChunkDelta(content=text)))
+    def piece(self, choice: int, text: str, tokens: tuple[DrawnToken, ...]) -> bytes:
+        delta = ChunkDelta(content=text)
+        return self._chunk(ChunkChoice(index=choice, delta=delta, logprobs=self._logprobs(tokens)))
 
     def ending(self, choice: int, generated: GeneratedText) -> bytes:
         delta = ChunkDelta(citations=self._citations(generated.text))

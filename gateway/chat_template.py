@@ -109,7 +109,8 @@ class _GenerationTag(jinja2.ext.Extension):
 
 class ChatTemplate:
     """`supports_system`: it prints a system message. `system_leads`: before the first user turn, in any conversation.
-    `default_system`: what it says by itself when there is none (SmolLM2's does)."""
+    `default_system`: what it says by itself when there is none (SmolLM2's does). `drops_reasoning`: it leaves what an
+    earlier answer thought (`<think>…</think>`) out."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self._source = source
@@ -121,6 +122,7 @@ class ChatTemplate:
         self.supports_system = self._order(["system", "user"]) is not None
         self.system_leads = self._order(["system", "user", "assistant", "user"]) == [0, 1, 2, 3]
         self.default_system = self._find_default_system()
+        self.drops_reasoning = self._find_drops_reasoning()
 
     def render(self, turns: Sequence[Turn]) -> str:
         """The template's own rendering. Raises `InvalidRequestError` with the template's words when it refuses."""
@@ -193,6 +195,12 @@ class ChatTemplate:
         except InvalidRequestError:
             return None
         return None if found is None else [hole.turn for hole in found[0]]
+
+    def _find_drops_reasoning(self) -> bool:
+        answer = f"<think>{_NOBODYS}</think>ok"
+        with contextlib.suppress(InvalidRequestError):
+            return _NOBODYS not in self.render([Turn("user", "a"), Turn("assistant", answer), Turn("user", "b")])
+        return False
 
     def _find_default_system(self) -> str:
         """What stands between the system header and the system footer when no system message was given."""

@@ -13,7 +13,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, UnsupportedParameterError
+from engine.protocol import MAX_TOP_LOGPROBS
 from gateway.generation_fields import GenerationFields, TokenId, check_min_tokens, read_fields
 from gateway.inert_parameters import COMPLETION, without_inert
 from gateway.json_body import json_object
@@ -27,6 +28,12 @@ PromptField = TextPrompt | list[TextPrompt | TokenId | list[TokenId]]
 
 class CompletionBody(GenerationFields, frozen=True, kw_only=True):
     prompt: PromptField
+    best_of: int | None = None  # accepted as `n`, which asks for nothing else
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +45,8 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 def parse_completion_request(raw: bytes, content_type: str, max_choices: int) -> CompletionRequest:
     """Raises `RequestError` for whatever is wrong with the bytes or what they say."""
     body = read_fields(without_inert(json_object(raw, content_type), COMPLETION), CompletionBody, max_choices)
+    if body.best_of not in (None, body.n):
+        raise UnsupportedParameterError("`best_of` is not supported, except as the same as `n`.", param="best_of")
     max_tokens = body.max_tokens or _DEFAULT_MAX_TOKENS
     check_min_tokens(body.min_tokens, max_tokens)
     return CompletionRequest(body=body, prompts=_prompts(body.prompt), max_tokens=max_tokens)

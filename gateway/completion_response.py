@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
 
-from engine.protocol import PromptAccount
+from engine.protocol import DrawnToken, PromptAccount
 from gateway.answer import CompletionHeader, GeneratedText
-from gateway.openai_types import TextChoice, TextCompletion, Usage
+from gateway.logprob_objects import TextColumns
+from gateway.openai_types import TextChoice, TextCompletion, TextLogprobs, Usage
 
 _JSON = msgspec.json.Encoder()
 
@@ -16,9 +18,11 @@ _JSON = msgspec.json.Encoder()
 class CompletionForm:
     """An `AnswerForm`."""
 
-    def __init__(self, header: CompletionHeader, *, include_usage: bool) -> None:
+    def __init__(self, header: CompletionHeader, *, include_usage: bool, has_logprobs: bool) -> None:
         self._header = header
         self._include_usage = include_usage
+        self._has_logprobs = has_logprobs
+        self._columns: defaultdict[int, TextColumns] = defaultdict(TextColumns)
 
     async def begin(self, account: PromptAccount, document_order: tuple[int, ...] | None) -> tuple[str, ...]:
         """Nothing of it depends on where the prompt came from, and what it is made of is not known."""
@@ -27,7 +31,12 @@ class CompletionForm:
     def whole(self, choices: Sequence[GeneratedText], usage: Usage) -> bytes:
         return self._encode(
             [
-                TextChoice(index=index, text=generated.text, finish_reason=generated.finish_reason)
+                TextChoice(
+                    index=index,
+                    text=generated.text,
+                    logprobs=self._logprobs(index, generated.tokens),
+                    finish_reason=generated.finish_reason,
+                )
                 for index, generated in enumerate(choices)
             ],
             usage,
@@ -36,8 +45,11 @@ class CompletionForm:
     def opening(self, choice: int) -> None:
         """A choice begins with its first text."""
 
-    def piece(self, choice: int, text: str) -> bytes:
-        return self._chunk(TextChoice(index=choice, text=text))
+    def piece(self, choice: int, text: str, tokens: tuple[DrawnToken, ...]) -> bytes:
+        return self._chunk(TextChoice(index=choice, text=text, logprobs=self._logprobs(choice, tokens)))
+
+    def _logprobs(self, choice: int, tokens: tuple[DrawnToken, ...]) -> TextLogprobs | None:
+        return self._columns[choice].next(tokens) if self._has_logprobs else None
 
     def ending(self, choice: int, generated: GeneratedText) -> bytes:
         return self._chunk(TextChoice(index=choice, text="", finish_reason=generated.finish_reason))

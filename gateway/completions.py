@@ -28,7 +28,7 @@ class Completions:
         scopes = answering.scopes(body, call.caller)
         prompts = [Prompt(segments=await model.build_raw_prompt(prompt, scopes)) for prompt in request.prompts]
         header = answering.header("cmpl", model)
-        form = CompletionForm(header, include_usage=body.include_usage)
+        form = CompletionForm(header, include_usage=body.include_usage, has_logprobs=body.num_logprobs is not None)
         return answering.answer(call, body, request.max_tokens, model, prompts, form, header.id)
 
 

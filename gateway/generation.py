@@ -110,4 +110,4 @@ class Generation:
 def merge(earlier: Delta, later: Delta) -> Delta:
     """Two deltas of one request as one."""
     merged = with_account_of(earlier, later) if earlier.account is not None else later
-    return msgspec.structs.replace(merged, text=earlier.text + later.text)
+    return msgspec.structs.replace(merged, text=earlier.text + later.text, tokens=earlier.tokens + later.tokens)

@@ -65,6 +65,11 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         fields = {"cache_salt": self.cache_salt, "prompt_cache_key": self.prompt_cache_key, "user": self.user}
         return {name: value for name, value in fields.items() if value is not None}
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Of the best tokens beside the drawn one; None: no log probabilities. Each route has its own field for it."""
+        return None
+
     def sampling(self, max_tokens: int, choice: int) -> SamplingParams:
         """Of one of the `n` choices; choice 0 has the seed itself: it is what the same request with n=1 gives."""
         return SamplingParams(
@@ -79,6 +84,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             logit_bias=self.logit_bias,
             seed=None if self.seed is None else (self.seed + choice * _SEED_STEP) % _SEED_LIMIT,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            num_logprobs=self.num_logprobs,
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
         )

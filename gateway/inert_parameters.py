@@ -34,8 +34,6 @@ class Inert(NamedTuple):
 
 
 _CHAT_NEUTRAL: dict[str, Neutral] = {
-    "logprobs": Neutral((False,)),
-    "top_logprobs": Neutral((0,)),
     "tool_choice": Neutral(("none", "auto")),  # without tools, auto is none
     "functions": Neutral(([],)),
     "function_call": Neutral(("none", "auto")),
@@ -59,9 +57,7 @@ CHAT = Inert(
     _CHAT_HARMLESS,
     frozenset({"audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"}),
 )
-COMPLETION = Inert(
-    {"echo": Neutral((False,)), "suffix": Neutral(("",)), "best_of": Neutral((1,))}, {}, frozenset({"logprobs"})
-)
+COMPLETION = Inert({"echo": Neutral((False,)), "suffix": Neutral(("",))}, {}, frozenset())
 
 
 def without_inert(body: Mapping[str, object], inert: Inert) -> dict[str, object]:

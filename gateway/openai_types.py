@@ -64,6 +64,26 @@ class RetrievalReport(msgspec.Struct, frozen=True, kw_only=True):
     documents: tuple[RetrievedDocument, ...]
 
 
+class ChatTopToken(msgspec.Struct, frozen=True, kw_only=True):
+    """`token` with U+FFFD in it is a part of a character: `bytes` says which."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+class ChatToken(msgspec.Struct, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+    top_logprobs: tuple[ChatTopToken, ...]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    content: tuple[ChatToken, ...]
+    refusal: None = None
+
+
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     """`citations` is there whenever documents were."""
 
@@ -76,7 +96,7 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReasonText
 
 
@@ -101,7 +121,7 @@ class ChunkDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     delta: ChunkDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReasonText | None = None
 
 
@@ -119,10 +139,19 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     cache_report: CacheReport | msgspec.UnsetType = msgspec.UNSET  # after the last choice
 
 
+class TextLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Columns: one entry a token. `text_offset`: characters of the choice's text before it."""
+
+    tokens: tuple[str, ...]
+    token_logprobs: tuple[float, ...]
+    top_logprobs: tuple[dict[str, float], ...]
+    text_offset: tuple[int, ...]
+
+
 class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
     finish_reason: FinishReasonText | None = None
 
 

@@ -99,6 +99,11 @@ class PromptBuilder:
             return self._uncut(turns, scopes)
         return tuple(self._segments(cuts, laid_out, scopes))
 
+    @property
+    def drops_reasoning(self) -> bool:
+        """Whether what an earlier answer thought is left out of the prompt."""
+        return self._template.drops_reasoning
+
     def build_raw(self, prompt: str | Sequence[int], scopes: PromptScopes) -> tuple[Segment, ...]:
         """A text that a client wrote as a whole, behind what the tokenizer begins every text with; or its token ids."""
         scope, owner = scopes.layer(Level.OWN)

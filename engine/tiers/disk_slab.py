@@ -14,12 +14,12 @@ fingerprint or size, is started over: nothing in it could be trusted, and a cach
 
 Nothing is synced: after a crash of the process the kernel still writes; after one of the machine, what is torn fails
 its checksum. Reads go through the page cache (direct I/O was no faster for blocks of this size, and after a restart
-of the process the cache is still warm), with a hint for all slots that are about to be read.
+of the process the cache is still warm). Neighbours in a prompt mostly lie in neighbouring slots, and the kernel reads
+ahead by itself; hints (`posix_fadvise`) slot by slot halved the speed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -136,11 +136,6 @@ class DiskSlab:
             done += count
         if payload_checksum(into, key) != checksum:
             raise SlabReadError(f"disk slot {number} does not hold its block")
-
-    def will_need(self, number: int) -> None:
-        """A hint: this slot is read soon, so that the device reads ahead while we compute checksums."""
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(self._file, self._offset(number), self._slot_bytes, os.POSIX_FADV_WILLNEED)
 
     def clear(self, number: int) -> None:
         os.pwrite(self._file, bytes(self._slot_bytes), self._offset(number))

@@ -108,7 +108,6 @@ class DiskTier:
         """Begin to read a ready slot; it is pinned until then."""
         assert self.directory is not None
         self.directory.pin(slot)
-        self.slab.will_need(slot)
         job = IoJob(IoKind.READ, slot, self.directory.key(slot), into, host_slot, self.directory.checksum[slot])
         self._io.submit(job)
 

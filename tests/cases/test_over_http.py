@@ -18,7 +18,8 @@ QUESTION = "What does the third paragraph of the second document say about block
 
 
 def body(content: str = QUESTION, **options: object) -> dict[str, object]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 8, **options}
+    messages = [{"role": "user", "content": content}]
+    return {"model": MODEL, "messages": messages, "max_tokens": 8, "temperature": 0, **options}
 
 
 def events(text: str) -> list[str]:
@@ -66,6 +67,15 @@ def test_another_tenant_repeating_a_prompt_gets_nothing_of_it_and_the_first_gets
     ]
     assert cached == [0, 0]
     assert ask(stack, "alice").json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_text_completions_of_two_tenants_share_nothing_and_of_one_all_but_the_last_token(stack: Stack) -> None:
+    cached: list[int] = []
+    for tenant in ("alice", "bob", "alice"):
+        given = {"model": MODEL, "prompt": QUESTION, "max_tokens": 1, "n": 2}
+        answer = stack.gateway.http.post("/v1/completions", json=given, headers=stack.gateway.headers(tenant)).json()
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 0, len(QUESTION) // BLOCK_SIZE * BLOCK_SIZE]
 
 
 def test_a_salt_of_the_victim_opens_nothing(stack: Stack) -> None:
@@ -131,12 +141,42 @@ def test_readiness_is_a_real_decode_step(stack: Stack, monkeypatch: pytest.Monke
 def test_streams_and_whole_answers_have_the_same_usage_field_by_field(stack: Stack) -> None:
     """litellm#36168: streams lost cached tokens."""
     ask(stack)
-    whole = ask(stack, temperature=0).json()
-    streamed = ask(stack, temperature=0, stream=True, stream_options={"include_usage": True})
+    whole = ask(stack).json()
+    streamed = ask(stack, stream=True, stream_options={"include_usage": True})
     chunks = [json.loads(event) for event in events(streamed.text)[:-1]]
     assert chunks[-1]["usage"] == whole["usage"]
     text = "".join(c["delta"].get("content") or "" for chunk in chunks for c in chunk["choices"])
     assert text == whole["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_parallel_samples_and_several_prompts_are_counted_once_by_usage_and_by_the_engine(
+    stack: Stack, caching: bool
+) -> None:
+    """litellm#36168: usage four-fold. The sum of all usage is what the engine counted (I9), and computed."""
+    chat = ask(stack, n=4, seed=3, temperature=1, use_cache=caching).json()
+    prompts = ["a text of its own " * 9, "Quite another one " * 7]
+    texts = stack.gateway.http.post(
+        "/v1/completions",
+        json={"model": MODEL, "prompt": prompts, "n": 3, "seed": 3, "max_tokens": 8, "use_cache": caching},
+        headers=stack.gateway.headers(),
+    ).json()
+    assert len({choice["message"]["content"] for choice in chat["choices"]}) == 4
+    assert len({choice["text"] for choice in texts["choices"]}) == 6
+    assert texts["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    stats = stack.wait_idle()
+    asked = [chat["usage"], texts["usage"]]
+    assert stats.num_prompt_tokens == sum(usage["prompt_tokens"] for usage in asked)
+    assert stats.num_output_tokens == sum(usage["completion_tokens"] for usage in asked) == 8 * 10
+    assert stats.num_cached_tokens == 0
+    # Each sample but the first computes the last token of its prompt once more, for its logits.
+    assert stats.num_computed_tokens == stats.num_prompt_tokens + 3 + 2 * 2 + 10 * 7
+    assert stats.num_active_blocks == 0
+
+
+def test_a_sample_is_the_same_whatever_n_is(stack: Stack) -> None:
+    alone = ask(stack, seed=11, temperature=1).json()["choices"][0]
+    assert ask(stack, seed=11, temperature=1, n=3).json()["choices"][0] == alone
 
 
 def test_a_normal_finish_sends_no_abort(stack: Stack) -> None:
@@ -148,18 +188,18 @@ def test_a_normal_finish_sends_no_abort(stack: Stack) -> None:
 
 def _leave(stack: Stack, rng: random.Random) -> None:
     """Open a connection, send some or all of a request, read some or nothing of the answer, and go."""
-    payload = json.dumps(
-        body(
-            QUESTION[: rng.randrange(len(QUESTION))] or "x",
-            stream=rng.random() < 0.6,
-            max_tokens=rng.choice([4, 900]),
-            n=rng.choice([1, 1, 3]),
-        )
-    ).encode()
+    text, route = QUESTION[: rng.randrange(len(QUESTION))] or "x", rng.choice(["chat/completions", "completions"])
+    given: dict[str, object] = {
+        "stream": rng.random() < 0.6,
+        "max_tokens": rng.choice([4, 900]),
+        "n": rng.choice([1, 1, 3]),
+    }
+    fields = body(text, **given) if route != "completions" else {"model": MODEL, "prompt": [text, "y"], **given}
+    payload = json.dumps(fields).encode()
     headers = {**stack.gateway.headers(rng.choice(["alice", "bob"])), "content-type": "application/json"}
     connection = http.client.HTTPConnection("127.0.0.1", stack.gateway.port, timeout=20)
     connection.connect()
-    connection.putrequest("POST", "/v1/chat/completions")
+    connection.putrequest("POST", f"/v1/{route}")
     for name, value in {**headers, "content-length": str(len(payload))}.items():
         connection.putheader(name, value)
     connection.endheaders()
@@ -179,7 +219,7 @@ def _leave(stack: Stack, rng: random.Random) -> None:
 @pytest.mark.slow
 def test_a_thousand_disconnects_in_every_phase_leave_nothing_behind(stack: Stack) -> None:
     """LMCache#3688, sglang#36475, ATOM#1562: a disconnect crashed the engine, leaked blocks, corrupted the next."""
-    expected = ask(stack, temperature=0).json()["choices"][0]["message"]["content"]
+    expected = ask(stack).json()["choices"][0]["message"]["content"]
     rng = random.Random(17)
     for _ in range(1000):
         _leave(stack, rng)
@@ -190,4 +230,4 @@ def test_a_thousand_disconnects_in_every_phase_leave_nothing_behind(stack: Stack
     assert stats.num_integrity_failures == 0
     assert stack.engine.check_integrity()
     assert not stack.gateway.drain.num_active
-    assert ask(stack, temperature=0).json()["choices"][0]["message"]["content"] == expected
+    assert ask(stack).json()["choices"][0]["message"]["content"] == expected

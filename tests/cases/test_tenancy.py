@@ -34,7 +34,8 @@ DOCUMENT = {"id": "memo", "text": "The harbour opens at seven and closes at nine
 
 
 def ask(stack: Stack, tenant: str = "alice", content: str = QUESTION, **options: Any) -> httpx.Response:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 8, **options}
+    messages = [{"role": "user", "content": content}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 8, "temperature": 0, **options}
     response = stack.gateway.http.post("/v1/chat/completions", json=body, headers=stack.gateway.headers(tenant))
     assert response.status_code == 200, response.text
     return response

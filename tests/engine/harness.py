@@ -135,7 +135,11 @@ class Harness:
             for part, who, kind in parts
             if part
         )
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0 if seed is None else 1.0, seed=seed)
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0 if seed is None else 1.0,
+            seed=seed,
+        )
         self.engine.add_request(
             Submit(
                 request_id=name,

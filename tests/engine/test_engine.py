@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from engine.batch import SchedulerOutput, StepResult
+from engine.batch import SchedulerOutput, StepResult, TokenLogprobs
 from engine.engine import LLMEngine
 from engine.errors import ContextLengthExceededError, InvalidRequestError, InvariantError, OverloadedError
 from engine.kv_cache_manager import KVCacheManager
@@ -344,10 +344,10 @@ def test_output_that_cannot_be_made_into_text_ends_its_own_request_only(monkeypa
     names = [harness.submit([n, 5], max_tokens=6) for n in (1, 2)]
     original = OutputStream.push
 
-    def break_one(stream: OutputStream, token_id: int) -> Delta | None:
+    def break_one(stream: OutputStream, token_id: int, logprobs: TokenLogprobs | None) -> Delta | None:
         if stream._request.request_id == names[0]:
             raise UnicodeError("no text")
-        return original(stream, token_id)
+        return original(stream, token_id, logprobs)
 
     monkeypatch.setattr(OutputStream, "push", break_one)
     harness.run()
@@ -371,6 +371,8 @@ def test_output_that_cannot_be_made_into_text_ends_its_own_request_only(monkeypa
         ({"sampling": SamplingParams(max_tokens=1, stop=("x",) * 65)}, "stop"),
         ({"sampling": SamplingParams(max_tokens=1, stop=("x" * 4097,))}, "stop"),
         ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ({"sampling": SamplingParams(max_tokens=1, num_logprobs=21)}, "num_logprobs"),
+        ({"sampling": SamplingParams(max_tokens=1, num_logprobs=-1)}, "num_logprobs"),
         ({"sampling": SamplingParams(max_tokens=1, min_tokens=-1)}, "min_tokens"),
         *(
             ({"sampling": SamplingParams(max_tokens=1, **{name: value})}, name)

@@ -74,11 +74,15 @@ class RealEngine:
         self.poisoned: set[int] = set()
         self.accounts: dict[str, PromptAccount] = {}
 
-    def start(self, prompt: str, name: str) -> None:
+    def start(self, prompt: str, name: str, *, seed: int | None = None, sibling_of: str = "") -> None:
+        """Greedy, or drawn by a seed."""
         token_ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids
         segment = Segment.of(SegmentKind.QUESTION, token_ids, SCOPE)
-        sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-        self.engine.add_request(Submit(request_id=name, tenant_id="t", segments=(segment,), sampling=sampling))
+        temperature = 0.0 if seed is None else 1.0
+        sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
+        self.engine.add_request(
+            Submit(request_id=name, tenant_id="t", segments=(segment,), sampling=sampling, sibling_of=sibling_of)
+        )
 
     def finish(self) -> dict[str, str]:
         """Step until nothing is left; the texts by request id."""
@@ -171,6 +175,27 @@ def test_i7_after_eviction_and_after_preemption(prompts: list[str], expected: li
     assert engine.alone(prompts[:20]) == expected[:20]
 
 
+def test_i7_parallel_samples_say_what_each_says_alone_without_a_cache(prompts: list[str], model_data_dir: Path) -> None:
+    """Four samples of a prompt hold its blocks together, where prefixes are cached and where they are not."""
+    alone = RealEngine(model_data_dir, 1024, 1, caching=False)
+    expected: list[dict[str, str]] = []
+    for prompt in prompts[:6]:
+        texts: dict[str, str] = {}
+        for seed in range(4):
+            alone.start(prompt, str(seed), seed=seed)
+            texts |= alone.finish()
+        expected.append(texts)
+    for caching in (True, False):
+        engine = RealEngine(model_data_dir, 2048, 8, caching=caching)
+        for prompt, texts in zip(prompts[:6], expected, strict=True):
+            before = engine.engine.stats().num_computed_tokens
+            for seed in range(4):
+                engine.start(prompt, str(seed), seed=seed, sibling_of="" if seed == 0 else "0")
+            assert engine.finish() == texts
+            length = engine.accounts["0"].num_prompt_tokens
+            assert engine.engine.stats().num_computed_tokens - before <= length + 3 + 4 * (OUTPUT_TOKENS - 1)
+
+
 # Established for AVX-512 with bf16; elsewhere other products serve, with other roundings.
 needs_bf16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported() or torch.backends.cpu.get_cpu_capability() != "AVX512",
@@ -200,10 +225,14 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> SampledLogits:
     sampled, sample = SampledLogits(), Sampler.sample
 
     def recording(
-        self: Sampler, logits: torch.Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Sequence[int]
+        self: Sampler,
+        logits: torch.Tensor,
+        rows: Sequence[ScheduledSequence],
+        eos_token_ids: Sequence[int],
+        newest: torch.Tensor | None,
     ) -> SampledTokens:
         sampled.record(logits, rows)
-        return sample(self, logits, rows, eos_token_ids)
+        return sample(self, logits, rows, eos_token_ids, newest)
 
     monkeypatch.setattr(Sampler, "sample", recording)
     return sampled

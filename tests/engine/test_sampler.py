@@ -312,7 +312,7 @@ def test_nothing_waits_for_the_device() -> None:
     early = SamplingParams(max_tokens=8, min_tokens=4)
     penalised = SamplingParams(max_tokens=8, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={3: 1.0})
     filtered = [SamplingParams(max_tokens=8, top_k=3), SamplingParams(max_tokens=8, top_p=0.7)]
-    cases = [GREEDY, PLAIN, *filtered, early, penalised]
+    cases = [GREEDY, PLAIN, *filtered, early, SamplingParams(max_tokens=8, num_logprobs=3), penalised]
     logits = torch.empty(len(cases), 1000, dtype=torch.bfloat16, device="meta")
     rows = [row(sampling) for sampling in cases]
     rows[-1].takes_last = True

@@ -25,6 +25,7 @@ from engine.protocol import (
     Delta,
     DocumentStats,
     DocumentUse,
+    DrawnToken,
     EngineInfo,
     EngineStats,
     Erase,
@@ -38,6 +39,7 @@ from engine.protocol import (
     Segment,
     SegmentKind,
     Submit,
+    TokenLogprob,
     unpack_tokens,
 )
 from tests.gateway.byte_tokenizer import byte_tokenizer
@@ -252,7 +254,8 @@ class FakeEngine:
                 raise from_wire(code, f"the engine says {code}", None)
             last = reason if i == len(text) else None
             first = admitted if i == 1 else Delta(request_id=submit.request_id, text="", num_output_tokens=0)
-            yield msgspec.structs.replace(first, text=char, num_output_tokens=i, finish_reason=last)
+            tokens = _drawn(char, submit.sampling.num_logprobs)
+            yield msgspec.structs.replace(first, text=char, num_output_tokens=i, tokens=tokens, finish_reason=last)
             await asyncio.sleep(0)
         if not text:
             yield msgspec.structs.replace(admitted, finish_reason=reason)
@@ -299,6 +302,14 @@ class FakeEngine:
             self._blocks[block] = (owner, _documents_before(submit, end))
         tail = len(ids) % BLOCK_SIZE or 1
         return PromptAccount(device=cached, cold=max(len(ids) - cached - tail, 0), partial_block=tail)
+
+
+def _drawn(char: str, num_logprobs: int | None) -> tuple[DrawnToken, ...]:
+    """A character is its token, with the letters from `a` on as the best beside it."""
+    if num_logprobs is None:
+        return ()
+    top = tuple(TokenLogprob(bytes([97 + i]), -0.5 - i) for i in range(num_logprobs))
+    return (DrawnToken(char.encode(), -0.25, top),)
 
 
 def _scope_at(segments: tuple[Segment, ...], end: int) -> bytes:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from retrieval.lint import lint
-from tests.gateway.conftest import RunningGateway
-from tests.gateway.fake_engine import MODEL
+from tests.gateway.chat_templates import CHATML, THINKING
+from tests.gateway.conftest import RunningGateway, run_gateway_thread
+from tests.gateway.fake_engine import MODEL, FakeEngine
 
 DOCUMENTS = [
     {"id": "alps", "text": "The Alps are high, and they are cold in winter. " * 3},
@@ -127,6 +128,20 @@ def test_common_causes_are_named(
     """open-chat-studio#3625: a time stamp at the head of the system prompt: 0% for ever, and nothing said so."""
     report(gateway, **first)
     assert code in codes(report(gateway, **second))
+
+
+@pytest.mark.parametrize(("template", "expected"), [(THINKING, True), (CHATML, False)])
+def test_a_template_that_drops_an_answers_reasoning_is_named(template: str, expected: bool) -> None:
+    """Rapid-MLX#214: it broke the next turn's prefix, and nothing said so. One that keeps it breaks nothing."""
+    turns = [
+        {"role": "user", "content": "What is two and two, and why is it so? " * 2},
+        {"role": "assistant", "content": "<think>" + "Let me see. " * 9 + "</think>It is four."},
+        {"role": "user", "content": "And three and three? " * 3 + "Now?"},
+    ]
+    for gateway in run_gateway_thread(FakeEngine(chat_template=template)):
+        found = report(gateway, messages=turns, documents=[])
+        assert ("reasoning_in_history" in codes(found)) == expected
+        assert "reasoning_in_history" not in codes(report(gateway, messages=turns, documents=[]))  # all of it is cached
 
 
 @pytest.mark.parametrize(("stamp", "kind", "code"), VOLATILE)

@@ -203,6 +203,38 @@ def test_sampling_parameters_reach_the_engine(gateway: RunningGateway) -> None:
     assert (s.stop, s.ignore_eos, s.seed, submit.use_cache) == (("x",), True, 2**63 - 1, False)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(gateway: RunningGateway, stream: bool) -> None:
+    """A character of four bytes among them: `bytes` is what a client can rely on."""
+    with gateway.client() as client:
+        if stream:
+            chunks = client.chat.completions.create(
+                model=MODEL, messages=ask("hé"), logprobs=True, top_logprobs=2, stream=True
+            )
+            parts = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
+            content = [token for part in parts for token in part.content or []]
+        else:
+            answer = client.chat.completions.create(model=MODEL, messages=ask("hé"), logprobs=True, top_logprobs=2)
+            assert answer.choices[0].logprobs is not None
+            content = answer.choices[0].logprobs.content or []
+    assert [(token.token, token.bytes, token.logprob) for token in content] == [
+        ("h", [104], -0.25),
+        ("é", [0xC3, 0xA9], -0.25),
+    ]
+    assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [("a", -0.5), ("b", -1.5)]
+    assert gateway.engine.submitted[0].sampling.num_logprobs == 2
+
+
+def test_logprobs_without_top_are_of_the_drawn_tokens_and_unasked_for_are_null(gateway: RunningGateway) -> None:
+    with gateway.client() as client:
+        asked = client.chat.completions.create(model=MODEL, messages=ask("ab"), logprobs=True).choices[0].logprobs
+        unasked = client.chat.completions.create(model=MODEL, messages=ask("ab"), logprobs=False).choices[0].logprobs
+    assert unasked is None
+    assert asked is not None
+    assert [(token.token, token.top_logprobs) for token in asked.content or []] == [("a", []), ("b", [])]
+    assert [submit.sampling.num_logprobs for submit in gateway.engine.submitted] == [0, None]
+
+
 def test_documents_of_both_shapes_become_segments(gateway: RunningGateway) -> None:
     documents = [
         {"id": "a", "title": "Alps", "text": "High."},
@@ -243,7 +275,6 @@ def test_parameters_that_change_nothing_are_accepted(gateway: RunningGateway) ->
         answer = client.chat.completions.create(
             model=MODEL,
             messages=ask("ok"),
-            logprobs=False,
             tools=[],
             tool_choice="auto",
             response_format={"type": "text"},

@@ -56,6 +56,8 @@ def test_several_prompts_and_n_choices_are_counted_over_all_prompts(gateway: Run
     """LangChain sends twenty prompts a call. Each prompt counts once, whatever `n`; choices are numbered through."""
     prompts = ["one", "number two"]
     with gateway.client() as client:
+        client.completions.create(model=MODEL, prompt="x", n=2, best_of=2)
+        gateway.engine.submitted.clear()
         if stream:
             texts, usage = [""] * 4, None
             for chunk in client.completions.create(
@@ -144,6 +146,22 @@ def test_sampling_parameters_reach_the_engine(gateway: RunningGateway) -> None:
     assert submit.use_cache is False
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_in_four_columns(gateway: RunningGateway, stream: bool) -> None:
+    with gateway.client() as client:
+        if stream:
+            chunks = client.completions.create(model=MODEL, prompt="héj", logprobs=1, stream=True)
+            parts = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
+        else:
+            whole = client.completions.create(model=MODEL, prompt="héj", logprobs=1).choices[0].logprobs
+            assert whole is not None
+            parts = [whole]
+    assert [token for part in parts for token in part.tokens or []] == ["h", "é", "j"]
+    assert [offset for part in parts for offset in part.text_offset or []] == [0, 1, 2]
+    assert [logprob for part in parts for logprob in part.token_logprobs or []] == [-0.25] * 3
+    assert [top for part in parts for top in part.top_logprobs or []] == [{"a": -0.5}] * 3
+
+
 @pytest.mark.parametrize(
     ("change", "param", "code"),
     [
@@ -165,7 +183,8 @@ def test_sampling_parameters_reach_the_engine(gateway: RunningGateway) -> None:
         ({"echo": True}, "echo", "unsupported_parameter"),
         ({"best_of": 2}, "best_of", "unsupported_parameter"),
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
-        ({"logprobs": 1}, "logprobs", "unsupported_parameter"),
+        ({"logprobs": True}, "logprobs", "invalid_request"),
+        ({"logprobs": 21}, "logprobs", "invalid_request"),
         ({"messages": []}, "messages", "unsupported_parameter"),
         ({"logit_bias": {"100000": 1}}, "logit_bias", "invalid_request"),
     ],

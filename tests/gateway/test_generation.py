@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 import pytest
 
 from engine.errors import EngineUnavailableError, OverloadedError, RadixgateError, ShuttingDownError
-from engine.protocol import Delta, FinishReason, PromptAccount, SamplingParams, Segment, SegmentKind, Submit
+from engine.protocol import Delta, DrawnToken, FinishReason, PromptAccount, SamplingParams, Segment, SegmentKind, Submit
 from gateway.generation import ClientDisconnectedError, Generation, merge
 from tests.gateway.fake_engine import FakeEngine
 
@@ -50,6 +50,14 @@ def test_merging_keeps_account_and_order_of_the_first_and_the_end_of_the_last() 
         document_order=(1, 0),
         finish_reason=FinishReason.STOP,
     )
+
+
+def test_merging_keeps_every_tokens_log_probability() -> None:
+    first, last = (
+        Delta(request_id="r", text=text, num_output_tokens=i, tokens=(DrawnToken(text.encode(), -1.0, ()),))
+        for i, text in enumerate("ab", 1)
+    )
+    assert [token.token for token in merge(first, last).tokens] == [b"a", b"b"]
 
 
 async def test_text_that_came_before_an_error_is_handed_out_first() -> None:

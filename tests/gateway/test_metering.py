@@ -34,6 +34,11 @@ def ask(gateway: RunningGateway, content: str = QUESTION, tenant: str = "alice",
     return gateway.http.post("/v1/chat/completions", json=body(content, **options), headers=headers)
 
 
+def complete(gateway: RunningGateway, prompts: list[str], **options: object) -> httpx.Response:
+    given = {"model": MODEL, "prompt": prompts, "max_tokens": 8, **options}
+    return gateway.http.post("/v1/completions", json=given, headers=gateway.headers())
+
+
 def usage_of(gateway: RunningGateway, tenant: str = "alice", path: str = "/v1/usage", **query: object) -> Any:
     params = {"start_time": int(time.time()) - 600, "bucket_width": "1d", **query}
     response = gateway.http.get(path, params=params, headers=gateway.headers(tenant))
@@ -166,7 +171,7 @@ def test_cached_tokens_count_at_their_factor() -> None:
 
 
 def test_usage_is_the_sum_of_responses_over_a_random_run(stored_gateway: RunningGateway) -> None:
-    """I9, with streams, choices, failures and retries. litellm#36168: streams lost their cached tokens."""
+    """I9, with both routes, streams, choices, prompts and failures. litellm#36168: streams lost their cached tokens."""
     chance = random.Random(7)
     expected: Counter[str] = Counter()
     for _ in range(60):
@@ -177,7 +182,10 @@ def test_usage_is_the_sum_of_responses_over_a_random_run(stored_gateway: Running
             options |= {"stream": True, "stream_options": {"include_usage": True}}
         if chance.random() < 0.15:
             assert ask(stored_gateway, "fail:engine_overloaded").status_code == 503
-        response = ask(stored_gateway, content, **options)
+        if chance.random() < 0.3:
+            response = complete(stored_gateway, [content, "another"][: chance.randint(1, 2)], **options)
+        else:
+            response = ask(stored_gateway, content, **options)
         usage = response.json()["usage"] if not stream else _stream_usage(response.text)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         expected.update(
