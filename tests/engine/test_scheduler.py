@@ -134,7 +134,7 @@ def test_a_quiet_tenants_question_does_not_wait_for_prompts_that_others_have_beg
         harness.submit([number, *range(100, 220)], max_tokens=1, tenant="noisy")
     for _ in range(3):
         harness.step()
-    harness.submit([1, 2, 3], max_tokens=1, name="quiet", scope=SCOPE_B, tenant="quiet")
+    harness.submit(list(range(1, 9)), max_tokens=1, name="quiet", scope=SCOPE_B, tenant="quiet")
     harness.step()
     assert "quiet" in harness.finished
     harness.run()
