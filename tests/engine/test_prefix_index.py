@@ -362,4 +362,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestIndexMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
