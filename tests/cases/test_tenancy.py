@@ -98,10 +98,11 @@ def test_no_call_of_the_cache_works_without_a_scope() -> None:
         assert inspect.signature(function).parameters["scope"].default is inspect.Parameter.empty
     for cls in (PrefixIndex, TierDirectory):
         functions = [each for name, each in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")]
-        for parameters in (inspect.signature(function).parameters for function in functions):
-            if {"token_ids", "tokens"} & parameters.keys():
-                assert parameters["scope"].default is inspect.Parameter.empty, "tokens without their scope"
-        scoped = [each for each in parameters if each.annotation == "ScopedTokens"]
+        signatures = [inspect.signature(function).parameters for function in functions]
+        for named in signatures:
+            if {"token_ids", "tokens"} & named.keys():
+                assert named["scope"].default is inspect.Parameter.empty, "tokens without their scope"
+        scoped = [each for named in signatures for each in named.values() if each.annotation == "ScopedTokens"]
         assert scoped
         assert all(each.default is inspect.Parameter.empty for each in scoped)
     with pytest.raises(InvalidRequestError):
