@@ -227,6 +227,8 @@ class PrefixIndex:
         """Go on with packed tokens of one scope, as far as whole blocks of them are cached. Changes nothing."""
         packed, stride = place.rest + tokens, self.stride
         node, blocks = place.node, place.blocks
+        if len(place.rest) >= stride:  # it ended before this: with other tokens, or the same ones of a wider scope
+            return Place(node, blocks, packed)
         pos, end = 0, len(packed) // stride * stride
         while pos < end:
             if blocks == node.num_blocks:
