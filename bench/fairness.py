@@ -2,7 +2,8 @@
 
     quiet    a few conversations about documents of its own, one question after the other: a prompt that was
              asked before, and a new question at its end
-    noisy    ten times that load: so many clients at once, each prompt new, far more of them than the pool holds
+    noisy    ten times that load: ten clients at once, ten answers between two questions, each prompt new; from one
+             question of a conversation to the next, twice of what the pool holds
 
 Three runs of the same quiet questions, each on an empty cache: alone; beside the noisy tenant with a floor under the
 quiet one's cached tokens; and beside it without. A table, then one JSON line:
@@ -66,7 +67,7 @@ class Load:
         self._vocabulary = range(256, engine.info().vocab_size - 256)
         self._count = 0
         self._noisy: set[str] = set()
-        self._sent_at = 0.0
+        self._num_noisy_done = 0
 
     def run(self, questions: int) -> Quiet:
         seen = Quiet()
@@ -86,7 +87,8 @@ class Load:
 
     def _ask(self, prompt: list[int]) -> tuple[float, _Account]:
         """Between two questions the quiet user reads; the noisy tenant does not wait for that."""
-        for _ in range(self._noisy_clients):
+        until = self._num_noisy_done + self._noisy_clients
+        while self._num_noisy_done < until:
             self._step(None)
         request_id = self._submit("quiet", prompt, self._quiet_policy)
         start, first, account = time.perf_counter(), 0.0, _Account(0, 0)
@@ -110,6 +112,7 @@ class Load:
                 found.append(message)
             elif message.finish_reason is not None:
                 self._noisy.discard(message.request_id)
+                self._num_noisy_done += 1
         return found
 
     def _submit(self, tenant: str, tokens: list[int], policy: TenantPolicy) -> str:
