@@ -27,7 +27,7 @@ from engine.build import build_engine
 from engine.engine import LLMEngine
 from engine.load_progress import stderr_progress
 from engine.protocol import Delta, SamplingParams, Segment, SegmentKind, Submit, TenantPolicy
-from engine.settings import EngineSettings, Settings, StoreSettings
+from engine.settings import EngineSettings, Settings, StoreSettings, TierSettings
 
 CONVERSATIONS = 4
 PROMPT_TOKENS = 480
@@ -149,6 +149,7 @@ def main() -> None:
     args = parser.parse_args()
     settings = Settings(
         store=StoreSettings(data_dir=args.data_dir),
+        tiers=TierSettings(host_memory=0, disk_size=0),  # they would give back what the flood took
         engine=EngineSettings(
             threads=args.threads,
             prefill_chunk_size=args.chunk,
