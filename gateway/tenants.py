@@ -119,9 +119,6 @@ class TenantDirectory:
     def key(self, key_id: str) -> KeyRecord | None:
         return self._keys.get(key_id)
 
-    def keys_of(self, tenant_id: str) -> list[KeyRecord]:
-        return [key for key in self._keys.values() if key.tenant_id == tenant_id]
-
     def __len__(self) -> int:
         return len({key.tenant_id for key in self._keys.values()})
 

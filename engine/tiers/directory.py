@@ -223,17 +223,6 @@ class TierDirectory:
             slot, block = self._parent[slot], block - 1
         return False
 
-    def depth_present(self, keys: Sequence[bytes]) -> int:
-        """How many blocks of a path, given by its keys from the root on, are here or on their way (I4: bisection)."""
-        low, high = 0, len(keys)
-        while low < high:
-            middle = (low + high) // 2
-            if keys[middle] in self._slots:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
     # ------------------------------------------------------------------ change
 
     def add(self, block: BlockIdentity) -> int | None:
@@ -298,12 +287,6 @@ class TierDirectory:
         self._priority[slot] = self._value(slot)
         if self._ticket[slot]:
             self._withdraw(slot)
-        self._offer(slot)
-
-    def cool(self, slot: int) -> None:
-        """Not needed here for now: goes before what is."""
-        self._priority[slot] = 0.0
-        self._withdraw(slot)
         self._offer(slot)
 
     def _value(self, slot: int) -> float:

@@ -308,10 +308,6 @@ class DiskTier:
         """Until a read or write has ended, but not longer."""
         self._io.wait(seconds)
 
-    def flush_index(self, seconds: float) -> bool:
-        """Wait until Redis has everything; False when it has not within that time."""
-        return self._journal.flush(seconds)
-
     def close(self) -> None:
         self._io.stop()
         self._journal.close()
