@@ -7,7 +7,7 @@ For trees of 1,000 to 1,000,000 nodes, full of other prompts, in a pool that hol
     allocate   a hit of 128 blocks (lock, acquire) or fresh blocks, the slower of the two        µs a block
     free       unlock and release of 128 blocks                                                  µs a block
 
-Each figure is the median over many prompts spread over the whole tree, so that at a million nodes their memory is
+Each figure is the median over many prompts: as many as the tree holds, or 300. Of a large tree their memory is
 not in the CPU's caches; the garbage collector is frozen as in the engine.
 """
 
@@ -109,7 +109,7 @@ def measure(num_nodes: int, seed: int = 7) -> dict[str, float]:
     """Medians in µs at one size of the tree."""
     rng = random.Random(seed)
     cache = Cache(PrefixIndex(BLOCK_SIZE, ghost_entries=65536), BlockPool(3 * num_nodes + 80_000))
-    prompts = [_measured_prompt(cache, rng) for _ in range(max(1, min(SAMPLES, num_nodes // 60)))]
+    prompts = [_measured_prompt(cache, rng) for _ in range(max(1, min(SAMPLES, num_nodes // (2 * RUNS))))]
     _fill(cache, rng, num_nodes, lambda done: print(f"  filling: {done:,} nodes", file=sys.stderr))
     gc.collect()
     gc.freeze()

@@ -154,17 +154,22 @@ class _Search:
     def _ways_on(self, at: Place | _PlaceBelow, left: list[int]) -> list[int]:
         """The documents whose first block is somewhere behind `at`, and those that fill no block."""
         missing = self._index.stride - len(at.rest)
-        key = self._index.place_key(at) if isinstance(at, Place) else at.key
-        here = self._index.next_keys(at) if isinstance(at, Place) else ()
         ways: list[int] = []
         for i in left:
             head = self._documents[i].tokens[:missing]
-            if len(head) == missing:
-                first = self._index.child_key(key, self._scopes[-1], at.rest + head)
-                if first not in here and not (self._is_below is not None and self._is_below(first)):
-                    continue
-            ways.append(i)
+            if len(head) < missing or self._goes_on(at, at.rest + head):
+                ways.append(i)
         return ways
+
+    def _goes_on(self, at: Place | _PlaceBelow, block_tokens: bytes) -> bool:
+        """Whether this block follows on the last whole one, here or below."""
+        scope = self._scopes[-1]
+        if isinstance(at, Place) and self._index.goes_on(at, scope, block_tokens):
+            return True
+        if self._is_below is None:
+            return False
+        key = self._index.place_key(at) if isinstance(at, Place) else at.key
+        return self._is_below(self._index.child_key(key, scope, block_tokens))
 
     def _follow(self, at: Place | _PlaceBelow, tokens: bytes) -> Place | _PlaceBelow:
         """As far as whole blocks are cached."""

@@ -2,22 +2,24 @@
 
 Three prompts of one tenant, block size 4, letters are blocks:
 
-        A B C D E                    root ── [A B C] ──┬── [D E]        ← children, keyed by the block key of
-        A B C F                                        └── [F]            their first block
+        A B C D E                    root ── [A B C] ──┬── [D E]        ← children, by label: the scope and
+        A B C F                                        └── [F]            the tokens of their first block
         G                            root ── [G]
 
-    block key = xxh3_128(parent_key, scope, token_ids)        chained: a key stands for its whole prefix
     path      = the runs from the root to a node
+    block key = xxh3_128(parent_key, scope, token_ids)        chained: a key stands for its whole prefix
 
-The key finds, the token ids prove: a hit compares the tokens of the whole path (`bytes` against `bytes`, one
-memcmp a run), and the scope of every run, so no collision, found or crafted, returns another prompt's KV (I5).
+Within the tree nothing is found by a hash alone: a label is the scope and the tokens themselves, and a hit compares
+the tokens of the whole path (one memcmp a run), so no collision, found or crafted, returns another prompt's KV (I5).
+Block keys are made when blocks are put in. They name the blocks outside the tree: in the tiers below, in the store
+and among the ghosts.
 
-Finding   1. Hash the next block under the current node's key; look the child up.
+Finding   1. Look the next block up among the children of the current node.
           2. Compare the child's run. Whole run equal: go on from the child.
           3. Equal for some blocks only: the path ends inside the run.
           4. Where the path ends, the block that shares most of the next tokens may still be copied (copy-on-write):
              inside a run it is the run's next block; at a node, a neighbour of the wanted tokens among the
-             children's first blocks in sorted order. (The longest common prefix is always with a neighbour.)
+             children's labels in sorted order. (The longest common prefix is always with a neighbour.)
 
 Locks     A request locks the path to the last block it holds: `lock_count` of a node counts the requests that hold
           it, all the way up. A path that ends inside a run splits the run first, so every block of a node is held
@@ -42,7 +44,7 @@ import time
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -52,7 +54,7 @@ import xxhash
 from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.eviction import EvictionOrder, Leaf, Owner, Policy
-from engine.scoped_tokens import TOKEN_BYTES, ScopedTokens
+from engine.scoped_tokens import SCOPE_BYTES, TOKEN_BYTES, ScopedTokens
 
 KEY_BYTES = 16
 _ROOT_SCOPE = b""
@@ -75,10 +77,10 @@ class Node:
         "documents",
         "doomed",
         "first_block",
-        "first_blocks",
         "former_uses",
         "hits",
         "keys",
+        "labels",
         "last_use",
         "lock_count",
         "num_wanted",
@@ -100,8 +102,8 @@ class Node:
         self.tokens = tokens  # of the run, packed
         self.keys = keys  # of the run's blocks, KEY_BYTES each
         self.block_ids = block_ids
-        self.children: dict[bytes, Node] | None = None  # by the key of their first block
-        self.first_blocks: dict[bytes, list[bytes]] | None = None  # scope → children's first blocks' tokens, sorted
+        self.children: dict[bytes, Node] | None = None  # by label
+        self.labels: dict[bytes, list[bytes]] | None = None  # scope → the children's labels, sorted
         self.documents: list[tuple[int, str]] = []  # (block from the root, document key) of those that start here
         self.doomed = False  # erased, but still held
         self.lock_count = 0
@@ -232,9 +234,8 @@ class PrefixIndex:
         pos, end = 0, len(packed) // stride * stride
         while pos < end:
             if blocks == node.num_blocks:
-                key = self._digest(node.last_key + scope + packed[pos : pos + stride])
-                child = node.children.get(key) if node.children else None
-                if child is None or child.scope != scope or child.doomed:
+                child = node.children.get(scope + packed[pos : pos + stride]) if node.children else None
+                if child is None or child.doomed:
                     break
                 node, blocks = child, 0
             elif node.scope != scope:
@@ -261,24 +262,23 @@ class PrefixIndex:
         packed, stride = sequence.packed, self.stride
         pos = len(block_ids) * stride
         end = limit // self.block_size * stride  # bytes of whole blocks that may be matched
-        scope, span_end = sequence.span(pos // stride)
-        while pos < end and node.children:
-            if pos // stride >= span_end:
-                scope, span_end = sequence.span(pos // stride)
-            child = node.children.get(self._digest(node.last_key + scope + packed[pos : pos + stride]))
-            if child is None or child.scope != scope or child.doomed:
+        scope, scope_end = sequence.span(pos // stride)
+        scope_end *= stride
+        while pos < end and (children := node.children):
+            if pos >= scope_end:
+                scope, scope_end = sequence.span(pos // stride)
+                scope_end *= stride
+            child = children.get(scope + packed[pos : pos + stride])
+            if child is None or child.doomed:
                 break
-            shared = self._common_blocks(
-                child.tokens, packed, pos, min(pos + len(child.tokens), end, span_end * stride)
-            )
-            if not shared:
-                break  # another prefix with the same key
-            pos += shared * stride
-            if shared < child.num_blocks:
+            tokens = child.tokens
+            stop = pos + len(tokens)
+            if stop > end or stop > scope_end or not packed.startswith(tokens, pos):
+                shared = self._common_blocks(tokens, packed, pos, min(stop, end, scope_end))
                 block_ids += child.block_ids[:shared]
                 return self._match_inside(sequence, limit, child, shared, block_ids)
             block_ids += child.block_ids
-            node = child
+            pos, node = stop, child
         return self._match_at(sequence, limit, node, block_ids)
 
     def _common_blocks(self, run: bytes, packed: bytes | bytearray, start: int, stop: int, run_start: int = 0) -> int:
@@ -309,7 +309,7 @@ class PrefixIndex:
         candidate = node.tokens[blocks * self.stride : (blocks + 1) * self.stride]
         shared = common_tokens(candidate, wanted)
         source = node.block_ids[blocks] if shared else None
-        reason = self._miss_reason(_key_before(node, blocks), sequence, len(block_ids), diverged=True)
+        reason = self._miss_reason(node, blocks, sequence, len(block_ids), diverged=True)
         return PrefixMatch(block_ids, node, blocks, num_tokens + shared, source, shared, reason)
 
     def _match_at(self, sequence: ScopedTokens, limit: int, node: Node, block_ids: array[int]) -> PrefixMatch:
@@ -319,32 +319,31 @@ class PrefixIndex:
         scopes = sequence.scopes_up_to(len(block_ids))
         source, shared = self._closest_child(node, scopes, wanted)
         # Only what this sequence may read: that somebody else went on from here is none of its business (I5).
-        others = node is not self.root and any(scope in scopes for scope in node.first_blocks or ())
+        others = node is not self.root and any(scope in scopes for scope in node.labels or ())
         diverged = shared > 0 or others
-        reason = self._miss_reason(node.last_key, sequence, len(block_ids), diverged)
+        reason = self._miss_reason(node, node.num_blocks, sequence, len(block_ids), diverged)
         return PrefixMatch(block_ids, node, node.num_blocks, num_tokens + shared, source, shared, reason)
 
     def _closest_child(self, node: Node, scopes: Sequence[bytes], wanted: bytes) -> tuple[int | None, int]:
         """(block, tokens) of the child's first block that shares most of `wanted`, among the readable scopes."""
         best_source: int | None = None
         best_shared = 0
-        if not wanted or node.first_blocks is None or node.children is None:
+        if not wanted or node.labels is None or node.children is None:
             return best_source, best_shared
         for scope in scopes:
-            siblings = node.first_blocks.get(scope, [])
-            place = bisect_left(siblings, wanted)
+            label, siblings = scope + wanted, node.labels.get(scope, [])
+            place = bisect_left(siblings, label)
             for neighbour in siblings[max(place - 1, 0) : place + 1]:
-                shared = common_tokens(neighbour, wanted)
-                if shared > best_shared:
-                    child = node.children[self._digest(node.last_key + scope + neighbour)]
-                    if child.doomed:
-                        continue
+                shared = common_tokens(neighbour[SCOPE_BYTES:], wanted)
+                if shared > best_shared and not (child := node.children[neighbour]).doomed:
                     best_source, best_shared = child.block_ids[0], shared
         return best_source, best_shared
 
-    def _miss_reason(self, parent_key: bytes, sequence: ScopedTokens, block: int, diverged: bool) -> MissReason:
-        wanted_whole = len(sequence) >= (block + 1) * self.block_size
-        if wanted_whole and self._ghosts:
+    def _miss_reason(
+        self, node: Node, node_blocks: int, sequence: ScopedTokens, block: int, diverged: bool
+    ) -> MissReason:
+        if self._ghosts and len(sequence.packed) >= (block + 1) * self.stride:
+            parent_key = _key_before(node, node_blocks)
             return self.miss_reason(self.chain_keys(parent_key, sequence, block, block + 1)[0], diverged)
         return MissReason.DIVERGED if diverged else MissReason.COLD
 
@@ -375,12 +374,12 @@ class PrefixIndex:
         """The key of the last whole block before it."""
         return _key_before(place.node, place.blocks)
 
-    def next_keys(self, place: Place) -> Collection[bytes]:
-        """The keys of the blocks that follow on the last whole block before it."""
+    def goes_on(self, place: Place, scope: bytes, block_tokens: bytes) -> bool:
+        """Whether this block, its first bytes the place's rest, follows on the last whole block before it."""
         node, blocks, _ = place
         if blocks < node.num_blocks:
-            return (node.keys[blocks * KEY_BYTES : (blocks + 1) * KEY_BYTES],)
-        return node.children or ()
+            return node.scope == scope and node.tokens.startswith(block_tokens, blocks * self.stride)
+        return bool(node.children) and scope + block_tokens in node.children
 
     def match_key(self, match: PrefixMatch) -> bytes:
         """The key of the last matched block: the parent key of the first missing one."""
@@ -456,7 +455,7 @@ class PrefixIndex:
         cut, keys = blocks * self.stride, blocks * KEY_BYTES
         upper = Node(parent, lower.scope, lower.owner, lower.tokens[:cut], lower.keys[:keys], lower.block_ids[:blocks])
         assert parent.children is not None
-        parent.children[upper.keys[:KEY_BYTES]] = upper  # same first block: the sorted first blocks stay as they are
+        parent.children[self._label(upper)] = upper  # the same label as before: their sorted list stays as it is
         lower.parent, lower.tokens, lower.keys = upper, lower.tokens[cut:], lower.keys[keys:]
         lower.block_ids = lower.block_ids[blocks:]
         lower.first_block += blocks
@@ -477,26 +476,26 @@ class PrefixIndex:
             node ── [first, first + 1, …]     a part that is there already is not put in twice: the caller gets the
                                               index's own blocks for it and must use them instead of his (`adopted`)
 
-        The caller's lock moves to `Insertion.node`, the end of the new path. Blocks after a key collision are not
-        inserted (`num_blocks` tells how far it went).
+        The caller's lock moves to `Insertion.node`, the end of the new path. Nothing is put in behind an erased
+        block (`num_blocks` tells how far it went).
         """
         done, adopted = 0, array("i")
         at = node
         while done < len(keys):
             scope, span_end = sequence.span(first + done)
             count = min(len(keys) - done, span_end - first - done)
-            existing = at.children.get(keys[done]) if at.children else None
+            start = (first + done) * self.stride
+            existing = at.children.get(scope + sequence.packed[start : start + self.stride]) if at.children else None
             if existing is None:
                 former_uses, count = self._former_uses(keys, done, count)
                 fresh = block_ids[done : done + count]
                 at = self._append(at, scope, sequence, first + done, keys[done : done + count], fresh, former_uses)
                 done += count
                 continue
-            start = (first + done) * self.stride
+            if existing.doomed:
+                break  # erased, but still held: the later one stays outside
             stop = start + min(count, existing.num_blocks) * self.stride
             shared = self._common_blocks(existing.tokens, sequence.packed, start, stop)
-            if existing.scope != scope or not shared or existing.doomed:
-                break  # two prefixes with one key, or an erased one: the later one stays outside
             if shared < existing.num_blocks:
                 existing = self._split(existing, shared)
             self._hold(existing)
@@ -570,10 +569,15 @@ class PrefixIndex:
                     del self._by_document[document]
 
     def _attach(self, parent: Node, child: Node) -> None:
-        if parent.children is None or parent.first_blocks is None:
-            parent.children, parent.first_blocks = {}, {}
-        parent.children[child.keys[:KEY_BYTES]] = child
-        insort(parent.first_blocks.setdefault(child.scope, []), child.tokens[: self.stride])
+        if parent.children is None or parent.labels is None:
+            parent.children, parent.labels = {}, {}
+        label = self._label(child)
+        parent.children[label] = child
+        insort(parent.labels.setdefault(child.scope, []), label)
+
+    def _label(self, node: Node) -> bytes:
+        """What tells a node from its siblings: the scope and the tokens of its first block."""
+        return node.scope + node.tokens[: self.stride]
 
     def evict(self, count: int, pressed_by: str, demote: Demotion | None = None) -> array[int]:
         """Let go of up to `count` blocks that nobody holds, because `pressed_by` needs room: tails before heads.
@@ -626,12 +630,13 @@ class PrefixIndex:
         self.order.discard(node)
         parent = _parent(node)
         assert parent.children is not None
-        assert parent.first_blocks is not None
-        del parent.children[node.keys[:KEY_BYTES]]
-        siblings = parent.first_blocks[node.scope]
-        del siblings[bisect_left(siblings, node.tokens[: self.stride])]
+        assert parent.labels is not None
+        label = self._label(node)
+        del parent.children[label]
+        siblings = parent.labels[node.scope]
+        del siblings[bisect_left(siblings, label)]
         if not siblings:
-            del parent.first_blocks[node.scope]
+            del parent.labels[node.scope]
         self._forget_wants(node)
         node.parent = None  # no cycles: the node is freed here, not by a collector that walks the whole tree
         self.num_nodes -= 1
@@ -806,9 +811,10 @@ class PrefixIndex:
             raise InvariantError("I8: a document does not know where it is in the tree")
         if parent is not self.root and parent.lock_count < node.lock_count:
             raise InvariantError("I4: a node is held, its parent is not")
-        siblings = sorted(c.tokens[: self.stride] for c in (node.children or {}).values())
-        if siblings != sorted(t for group in (node.first_blocks or {}).values() for t in group):
-            raise InvariantError("I8: the children's first blocks are not those listed")
+        labels = sorted(map(self._label, (node.children or {}).values()))
+        listed = [label for _, siblings in sorted((node.labels or {}).items()) for label in siblings]
+        if not labels == sorted(node.children or ()) == listed:
+            raise InvariantError("I8: the children's labels are not those listed")
 
 
 Demotion = Callable[[Node, int], None]
