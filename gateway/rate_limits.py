@@ -1,6 +1,7 @@
 """How much a tenant may ask for: reserved when a request is admitted, settled when it ends.
 
     reserve   prompt + max_tokens set aside in every window at once, or in none      ─┐ `Reservation`
+    change    another amount in the place of it, for a prompt that was not known yet  │
     settle    what was really used takes its place; the rest is given back           ◄┘ once, whatever happened
 
     window               length   counts
@@ -77,9 +78,18 @@ class Reservation:
 
 class Backend(Protocol):
     async def reserve(
-        self, tenant_id: str, request_id: str, windows: Sequence[Window], tokens: int, concurrent: int | None
+        self,
+        tenant_id: str,
+        request_id: str,
+        windows: Sequence[Window],
+        tokens: int,
+        concurrent: int | None,
+        held: Sequence[Held] = (),
     ) -> Reservation:
-        """Raises `RateLimitError`; then nothing is reserved."""
+        """`held`: what the request has in these windows already; the new amounts take its place.
+
+        Raises `RateLimitError`; then nothing is changed.
+        """
         ...
 
     async def settle(self, reservation: Reservation, requests: int, tokens: int) -> None:
@@ -123,20 +133,28 @@ class StoreLimiter:
         self._reserve, self._settle, self._renew = (Script.load(name) for name in ("reserve", "settle", "renew"))
 
     async def reserve(
-        self, tenant_id: str, request_id: str, windows: Sequence[Window], tokens: int, concurrent: int | None
+        self,
+        tenant_id: str,
+        request_id: str,
+        windows: Sequence[Window],
+        tokens: int,
+        concurrent: int | None,
+        held: Sequence[Held] = (),
     ) -> Reservation:
         arguments: list[Argument] = [request_id, LEASE_MS, "" if concurrent is None else concurrent]
+        before = {part.window.name: (part.start, part.reserved) for part in held}
         for window in windows:
-            arguments += (window.name, window.length_ms, window.limit, _amount(window, tokens))
+            amount, own = _amount(window, tokens), before.get(window.name, (0, 0))
+            arguments += (window.name, window.length_ms, window.limit, amount, *own)
         reply = cast("list[int | bytes]", await self._store.ask(self._reserve, _keys(tenant_id), arguments))
         if not reply[0]:
             raise limit_error(cast(bytes, reply[1]).decode(), windows, concurrent, int(reply[2]))
         numbers = [int(number) for number in reply[2:]]
-        held = [
+        reserved = [
             Held(window, numbers[4 * i], numbers[4 * i + 1], Standing(numbers[4 * i + 2], numbers[4 * i + 3]))
             for i, window in enumerate(windows)
         ]
-        return Reservation(tenant_id, request_id, held, self)
+        return Reservation(tenant_id, request_id, reserved, self)
 
     async def settle(self, reservation: Reservation, requests: int, tokens: int) -> None:
         arguments: list[Argument] = [reservation.request_id]
@@ -174,29 +192,37 @@ class LocalLimiter:
         self._tenants: OrderedDict[str, _LocalTenant] = OrderedDict()
 
     async def reserve(
-        self, tenant_id: str, request_id: str, windows: Sequence[Window], tokens: int, concurrent: int | None
+        self,
+        tenant_id: str,
+        request_id: str,
+        windows: Sequence[Window],
+        tokens: int,
+        concurrent: int | None,
+        held: Sequence[Held] = (),
     ) -> Reservation:
         now, tenant = self._clock_ms(), self._tenant(tenant_id)
         if concurrent is not None and len(tenant.running) >= concurrent:
             raise limit_error(_CONCURRENT, windows, concurrent, _RETRY_MS)
-        held: list[Held] = []
+        before = {(part.window.name, part.start): part.reserved for part in held}
+        reserved: list[Held] = []
         full: dict[str, int] = {}  # name → ms to wait
         for window in windows:
             start, used = tenant.windows.get(window.name, (0, 0))
             if now >= start + window.length_ms:
                 start, used = now, 0
+            others = max(0, used - before.get((window.name, start), 0))
             amount = min(_amount(window, tokens), window.limit)
             reset = start + window.length_ms - now
-            if used + amount > window.limit:
+            if others + amount > window.limit:
                 full[window.name] = reset
-            held.append(Held(window, amount, start, Standing(used + amount, reset)))
+            reserved.append(Held(window, amount, start, Standing(others + amount, reset)))
         if full:
             name = max(full, key=lambda name: full[name])
             raise limit_error(name, windows, concurrent, full[name])
-        for part in held:
+        for part in reserved:
             tenant.windows[part.window.name] = (part.start, part.standing.used)
         tenant.running.add(request_id)
-        return Reservation(tenant_id, request_id, held, self)
+        return Reservation(tenant_id, request_id, reserved, self)
 
     async def settle(self, reservation: Reservation, requests: int, tokens: int) -> None:
         now, tenant = self._clock_ms(), self._tenant(reservation.tenant_id)
@@ -252,6 +278,22 @@ class Limiter:
             reservation = await self._local.reserve(*arguments)
         self._active[request_id] = reservation
         return reservation
+
+    async def change(self, reservation: Reservation, tokens: int) -> None:
+        """`tokens` in the place of those that were reserved; the request runs on, as the one that it is.
+
+        Raises `RateLimitError`; then everything is as it was. With the store away it is let through: what it uses is
+        settled in any case.
+        """
+        held = [part for part in reservation.held if part.window.counts == "tokens"]
+        if reservation.settled or not held:
+            return
+        windows = [part.window for part in held]
+        with suppress(StoreUnavailableError):
+            changed = await reservation.backend.reserve(
+                reservation.tenant_id, reservation.request_id, windows, tokens, None, held
+            )
+            reservation.held = [part for part in reservation.held if part.window.counts != "tokens"] + changed.held
 
     async def settle(self, reservation: Reservation, requests: int, tokens: int) -> None:
         """Never fails: what cannot be settled now is settled when the store is back."""

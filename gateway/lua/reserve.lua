@@ -1,11 +1,13 @@
--- Reserves a request's part of every limit of its tenant, or of none.
+-- Reserves a request's part of every limit of its tenant, or of none. Run again for a request that holds something, it
+-- puts another amount in its place.
 --
 -- KEYS   1  hash    the tenant's windows: "<name>:start" (ms since 1970), "<name>:used"
 --        2  zset    the tenant's running requests, scored by the end of their lease (ms)
 -- ARGV   1  request id
 --        2  lease in ms
 --        3  how many requests may run at once; "" for no limit
---        then four for each window: name, length in ms, limit, amount
+--        then six for each window: name, length in ms, limit, amount, and what the request holds in it already:
+--        start of the window, amount (0, 0 for a new request)
 --
 -- A window begins with the first request in it. An amount above the limit is cut to it, so that a request larger than
 -- its window has the whole of one to itself and does not wait for ever: the limit is passed by one request at most.
@@ -23,13 +25,17 @@ end
 
 local reply, writes, longest = {1, running + 1}, {}, 0
 local refused, wait = nil, -1
-for i = 4, #ARGV, 4 do
+for i = 4, #ARGV, 6 do
   local name, length, limit = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
   local amount = math.min(tonumber(ARGV[i + 3]), limit)
   local window = redis.call('HMGET', KEYS[1], name .. ':start', name .. ':used')
   local start, used = tonumber(window[1] or 0), tonumber(window[2] or 0)
   if now >= start + length then
     start, used = now, 0
+  end
+  -- Its own part is no obstacle to a request; what it holds in a window that has ended is gone with it.
+  if start == tonumber(ARGV[i + 4]) then
+    used = math.max(0, used - tonumber(ARGV[i + 5]))
   end
   -- The window that opens last decides how long to wait.
   if used + amount > limit and start + length - now > wait then

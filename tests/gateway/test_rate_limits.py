@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from engine.errors import QuotaExceededError, RateLimitError
+from engine.errors import QuotaExceededError, RateLimitError, StoreUnavailableError
 from gateway.rate_limits import (
     DAY_MS,
     MINUTE_MS,
@@ -150,6 +151,36 @@ async def test_a_window_ends_and_owes_the_next_one_nothing(backend: Backend) -> 
     assert used(await backend.reserve("t", "r3", [short], 7, None)) == [7]
 
 
+async def test_what_a_request_holds_is_no_obstacle_to_its_own_larger_amount(backend: Backend) -> None:
+    """A request that needs the whole window would be refused for ever, behind the part of it that it has itself."""
+    small = await backend.reserve("t", "r1", [TOKENS], 30, 1)
+    large = await backend.reserve("t", "r1", [TOKENS], 5000, None, small.held)
+    assert used(large) == [100]
+    await backend.settle(large, 1, 40)
+    assert used(large) == [40]
+
+
+async def test_a_larger_amount_that_others_leave_no_room_for_changes_nothing(backend: Backend) -> None:
+    small = await backend.reserve("t", "r1", [TOKENS, DAY], 30, None)
+    other = await backend.reserve("t", "r2", [TOKENS, DAY], 60, None)
+    with pytest.raises(RateLimitError):
+        await backend.reserve("t", "r1", [TOKENS, DAY], 41, None, small.held)
+    assert used(await backend.reserve("t", "r1", [TOKENS, DAY], 40, None, small.held)) == [100, 100]
+    await backend.settle(other, 1, 0)
+    assert used(other) == [40, 40]
+
+
+async def test_an_amount_that_is_changed_in_the_next_window_is_all_in_that_one(backend: Backend) -> None:
+    other = await backend.reserve("t", "r2", [TOKENS], 20, None)
+    (now,) = other.held
+    ended = replace(now, start=now.start - MINUTE_MS, reserved=90)
+    late = await backend.reserve("t", "r1", [TOKENS], 70, None, [ended])
+    assert used(late) == [90]
+    await backend.settle(late, 1, 50)
+    await backend.settle(other, 1, 20)
+    assert used(other) == [70]
+
+
 def test_only_the_limits_that_are_set_are_windows() -> None:
     assert windows_of(RateLimits()) == []
     names = [window.name for window in windows_of(RateLimits(tokens_per_day=5, requests_per_minute=1))]
@@ -160,7 +191,7 @@ def test_only_the_limits_that_are_set_are_windows() -> None:
 
 
 class LimitsMachine(RuleBasedStateMachine):
-    """Any interleaving of reserve, settle and repeated settle against plain arithmetic."""
+    """Any interleaving of reserve, change, settle and repeated settle against plain arithmetic."""
 
     WINDOWS = (REQUESTS._replace(limit=6), TOKENS, DAY)
     CONCURRENT = 4
@@ -205,6 +236,24 @@ class LimitsMachine(RuleBasedStateMachine):
             self.used[i] += really - amounts[i]
         assert used(reservation) == self.used
         self.ended.append(reservation)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), tokens=st.integers(1, 120))
+    def change(self, data: st.DataObject, tokens: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.running)))
+        reservation, amounts = self.running[name]
+        windows = self.WINDOWS[1:]
+        others = [u - a for u, a in zip(self.used[1:], amounts[1:], strict=True)]
+        wanted = [min(tokens, w.limit) for w in windows]
+        call = self.backend.reserve("t", name, windows, tokens, None, reservation.held[1:])
+        if not all(o + a <= w.limit for o, a, w in zip(others, wanted, windows, strict=True)):
+            with pytest.raises(RateLimitError):
+                self.run(call)
+            return
+        reservation.held[1:] = self.run(call).held
+        self.used[1:] = [o + a for o, a in zip(others, wanted, strict=True)]
+        self.running[name] = (reservation, [amounts[0], *wanted])
+        assert used(reservation)[1:] == self.used[1:]
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data(), tokens=st.integers(0, 100))
@@ -259,6 +308,42 @@ async def test_without_the_store_the_limits_are_local_and_nobody_is_refused_for_
         await limiter.settle(await limiter.reserve("t", f"r{i}", limits, 10), 1, 10)
     with pytest.raises(RateLimitError):
         await limiter.reserve("t", "r2", limits, 10)
+
+
+@pytest.mark.parametrize("with_store", [True, False])
+async def test_a_changed_amount_is_the_same_request(empty_store_url: str, with_store: bool) -> None:
+    """Neither a second request of the minute, nor a second one at a time."""
+    store = await open_store(empty_store_url) if with_store else StoreClient(None)
+    limiter = Limiter(store)
+    limits = RateLimits(requests_per_minute=1, tokens_per_minute=100, concurrent_requests=1)
+    reservation = await limiter.reserve("t", "r1", limits, 30)
+    await limiter.change(reservation, 80)
+    assert used(reservation) == [1, 80]
+    await limiter.settle(reservation, 1, 50)
+    assert used(reservation) == [1, 50]
+    await store.close()
+
+
+async def test_an_amount_that_cannot_be_changed_for_lack_of_a_store_is_settled_all_the_same(
+    store_server: StoreServer,
+) -> None:
+    store_server.command("FLUSHALL")
+    store = StoreClient(store_server.url, timeout=0.05)
+    await store.probe(("PING",))
+    limiter, limits = Limiter(store), RateLimits(tokens_per_day=100)
+    reservation = await limiter.reserve("t", "r1", limits, 10)
+    store_server.freeze()
+    try:
+        with pytest.raises(StoreUnavailableError):
+            await store.probe(("PING",))
+        await limiter.change(reservation, 90)
+        await limiter.settle(reservation, 1, 60)
+    finally:
+        store_server.thaw()
+    await store.probe(("PING",))
+    assert await limiter.pay_debts()
+    assert used(await limiter.reserve("t", "r2", limits, 40)) == [100]
+    await store.close()
 
 
 async def test_what_could_not_be_settled_is_settled_when_the_store_is_back(store_server: StoreServer) -> None:
