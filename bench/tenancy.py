@@ -28,6 +28,7 @@ from engine.settings import ServerSettings, Settings, TenantSettings, UsageSetti
 from gateway.app import create_app
 from gateway.auth import authenticate, hash_api_key, new_api_key
 from gateway.metering import Attempt, Metering
+from gateway.model_use import ModelUse
 from gateway.rate_limits import Limiter
 from gateway.store_client import StoreClient
 from gateway.tenants import TenantDirectory
@@ -81,13 +82,12 @@ async def one_request(directory: TenantDirectory, metering: Metering, key: str, 
         caller=caller,
         request_id=name,
         model=MODEL,
-        num_prompt_tokens=500,
-        max_output_tokens=100,
+        num_tokens=600,
         is_retry=False,
         digest=b"",
     )
     async with metering.admit(attempt) as meter:
-        meter.taken_on, meter.num_output_tokens = True, 20
+        meter.taken_on, meter.answer = True, ModelUse(num_output_tokens=20)
         await meter.settle()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
-from engine.protocol import PromptAccount
+from gateway.model_use import ModelUse
 from gateway.request_context import RequestContext, request_context
 from gateway.request_record import Outcome, RequestObserver, RequestRecord, locate
 
@@ -56,7 +56,8 @@ class AccessLog:
 
 def _record(scope: HTTPScope, context: RequestContext, status: int, seconds: float) -> RequestRecord:
     timing, path = context.timing, scope["path"]
-    miss, documents = locate(context.segments, context.account) if context.account else (None, ())
+    answer = context.answer
+    miss, documents = locate(context.segments, answer.account) if answer is not None else (None, ())
     return RequestRecord(
         time=time.time(),
         request_id=context.request_id,
@@ -70,11 +71,11 @@ def _record(scope: HTTPScope, context: RequestContext, status: int, seconds: flo
         model=context.model,
         stream=context.stream,
         seconds=seconds,
-        account=context.account,
-        num_output_tokens=context.num_output_tokens,
+        account=answer.account if answer is not None else None,
+        num_output_tokens=answer.num_output_tokens if answer is not None else 0,
         time_to_first_token=timing.time_to_first_token,
         queue_seconds=timing.queue_seconds,
-        seconds_saved=timing.seconds_saved,
+        seconds_saved=answer.seconds_saved if answer is not None else 0.0,
         retrieval=timing.retrieval,
         prepare_seconds=timing.prepare_seconds,
         traceparent=_header(scope, b"traceparent"),
@@ -82,6 +83,7 @@ def _record(scope: HTTPScope, context: RequestContext, status: int, seconds: flo
         miss=miss,
         causes=context.causes,
         documents=documents,
+        rewriting=context.rewriting,
     )
 
 
@@ -115,7 +117,7 @@ class LogLine:
     """`key=value` text after a readable head; the same numbers as fields for a structured formatter."""
 
     def request_finished(self, record: RequestRecord) -> None:
-        account = record.account or PromptAccount()
+        used = record.used or ModelUse()
         logger.log(
             # Every second or so, from whoever watches the server.
             logging.DEBUG if record.path in WATCHED_PATHS else logging.INFO,
@@ -126,15 +128,15 @@ class LogLine:
             record.seconds * 1000,
             record.request_id,
             record.tenant_id or "-",
-            account.num_prompt_tokens,
-            account.num_cached_tokens,
-            record.num_output_tokens,
+            used.account.num_prompt_tokens,
+            used.account.num_cached_tokens,
+            used.num_output_tokens,
             f" outcome={record.error_code}" if record.error_code else "",
-            extra={"fields": _fields(record, account)},
+            extra={"fields": _fields(record, used)},
         )
 
 
-def _fields(record: RequestRecord, account: PromptAccount) -> dict[str, str | int | float | bool | None]:
+def _fields(record: RequestRecord, used: ModelUse) -> dict[str, str | int | float | bool | None]:
     return {
         "request_id": record.request_id,
         "method": record.method,
@@ -148,9 +150,9 @@ def _fields(record: RequestRecord, account: PromptAccount) -> dict[str, str | in
         "seconds": round(record.seconds, 6),
         "ttft_seconds": _rounded(record.time_to_first_token),
         "queue_seconds": _rounded(record.queue_seconds),
-        "prompt_tokens": account.num_prompt_tokens,
-        "cached_tokens": account.num_cached_tokens,
-        "output_tokens": record.num_output_tokens,
+        "prompt_tokens": used.account.num_prompt_tokens,
+        "cached_tokens": used.account.num_cached_tokens,
+        "output_tokens": used.num_output_tokens,
     }
 
 

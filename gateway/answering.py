@@ -1,42 +1,28 @@
 """What every route that generates text does alike: the model it asks for, and the engine requests of its choices.
 
-body ─► Answering.model ─► prompts (the route's own) ─► Answering.answer ─► Answer (answer.py)
-        404                 400                         prompts × n engine requests
+body ─► Answering.model ─► prompts (the route's own) ─► Answering.answer ─► Answer ───────► Answering.admitted
+        404                 400                         prompts × n engine requests (answer.py)  429 (admission.py)
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from engine.errors import ModelNotFoundError, ShuttingDownError
 from engine.protocol import Segment, Submit
+from gateway.admission import Admissions, Admitted
 from gateway.answer import Answer, AnswerForm, CompletionHeader
+from gateway.call import Call
 from gateway.drain import Drain
 from gateway.engine_port import Engine
 from gateway.generation_fields import GenerationFields, check_min_tokens
-from gateway.metering import Attempt, Metering
 from gateway.prompt_scopes import PromptScopes
-from gateway.request_timing import RequestTiming
 from gateway.served_model import ServedModel, ServedModels, num_tokens
 from gateway.tenants import Caller, Tenant, TenantDirectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """An HTTP request that asks for text."""
-
-    raw: bytes
-    headers: Mapping[str, str]
-    caller: Caller
-    timing: RequestTiming
-
-    @property
-    def content_type(self) -> str:
-        return self.headers.get("content-type", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +44,15 @@ class Answering:
         models: ServedModels,
         drain: Drain,
         tenants: TenantDirectory,
-        metering: Metering,
+        admissions: Admissions,
         max_choices: int,
     ) -> None:
         self.tenants = tenants
         self.max_choices = max_choices
+        self.admissions = admissions
         self._engine = engine
         self._models = models
         self._drain = drain
-        self._metering = metering
 
     def check_open(self) -> None:
         if self._drain.draining:
@@ -93,7 +79,7 @@ class Answering:
 
     def answer(
         self,
-        call: Call,
+        tenant: Tenant,
         body: GenerationFields,
         max_tokens: int | None,
         model: ServedModel,
@@ -102,11 +88,9 @@ class Answering:
         completion_id: str,
     ) -> Answer:
         """The choices of the first prompt, then those of the second, …"""
-        tenant = call.caller.tenant
-        lengths = [num_tokens(prompt.segments) for prompt in prompts]
-        limits = [model.max_tokens(max_tokens, length) for length in lengths]
         submits: list[Submit] = []
-        for prompt, limit in zip(prompts, limits, strict=True):
+        for prompt in prompts:
+            limit = model.max_tokens(max_tokens, num_tokens(prompt.segments))
             check_min_tokens(body.min_tokens, limit)
             leader = ""
             for choice in range(body.n):
@@ -125,22 +109,14 @@ class Answering:
                     )
                 )
                 leader = leader or submits[-1].request_id
-        attempt = Attempt(
-            caller=call.caller,
-            request_id=completion_id,
-            model=model.info.model,
-            num_prompt_tokens=sum(lengths),
-            max_output_tokens=sum(limits) * body.n,
-            is_retry=call.headers.get("x-stainless-retry-count", "0") not in ("", "0"),
-            digest=Attempt.digest_of(call.raw),
-        )
-        return Answer(
-            form,
-            submits,
-            self._engine,
-            self._drain,
-            self._metering,
-            attempt,
-            choices_per_prompt=body.n,
+        return Answer(form, submits, self._engine, choices_per_prompt=body.n, stream=body.stream)
+
+    def admitted(self, call: Call, body: GenerationFields, answer: Answer, header: CompletionHeader) -> Admitted:
+        return self.admissions.admitted(
+            call,
+            answer.give,
+            request_id=header.id,
+            model=header.model,
+            num_tokens=answer.num_tokens,
             stream=body.stream,
         )

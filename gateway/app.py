@@ -6,9 +6,10 @@
     /v1  guard: tenant of the API key
       ├─ chat/completions ─► ChatCompletions ─► ChatRetriever (documents) ─► ServedModel (prompt) ─┐
       ├─ completions ──────► Completions ─────────────────────────────────► ServedModel (prompt) ─┤
-      │                                            Answer ─► Metering (limits, usage) ─► Engine.generate
+      │                                Admitted ─► Metering (limits, usage) ─► Answer ─► Engine.generate
       ├─ models ───────────► ServedModels ─► Engine.info
       ├─ usage ────────────► UsagePages ─► store
+      ├─ vector_stores/ID/search ─► RetrievalService; with a query to be rewritten: ─► Admitted ─► Engine.generate
       └─ files, vector_stores, embeddings, cache/documents ─► RetrievalService ─► store, embedder
     /admin/v1  guard: role of the API key
       └─ tenants, keys, prompts, collections, usage, cache, audit ─► TenantAdmin ─► store
@@ -32,6 +33,7 @@ from redis.asyncio import Redis
 from engine.errors import StoreUnavailableError
 from engine.settings import Settings
 from gateway.admin_api import admin_router
+from gateway.admission import Admissions
 from gateway.answering import Answering
 from gateway.auth import tenant_guard
 from gateway.cache_documents_api import cache_document_routes
@@ -61,7 +63,7 @@ from gateway.usage import UsageReader, UsageRecorder
 from gateway.usage_api import UsagePages, own_usage_route
 from gateway.vector_store_batches_api import vector_store_batch_routes
 from gateway.vector_store_files_api import vector_store_file_routes
-from gateway.vector_store_search_api import vector_store_search_routes
+from gateway.vector_store_search_api import VectorStoreSearch, vector_store_search_route
 from gateway.vector_stores_api import vector_store_routes
 from retrieval.embedder_client import Embedder
 
@@ -97,10 +99,10 @@ def create_app(
     retrieval: RetrievalService | None = None
     if redis is not None and embedder is not None:
         retrieval = RetrievalService(settings.retrieval, redis, embedder, engine, models, tenants.may_store)
-    metering = Metering(limiter, recorder, settings.usage)
+    admissions = Admissions(Metering(limiter, recorder, settings.usage), drain)
     retriever = ChatRetriever(engine, retrieval)
-    answering = Answering(engine, models, drain, tenants, metering, settings.server.max_choices)
-    chat = ChatCompletions(answering, retriever)
+    answering = Answering(engine, models, drain, tenants, admissions, settings.server.max_choices)
+    chat = ChatCompletions(engine, answering, retriever)
     routes: list[HTTPRouteHandler] = [
         chat_route(chat),
         completion_route(Completions(answering)),
@@ -111,7 +113,7 @@ def create_app(
         routes += [
             *file_routes(retrieval),
             *vector_store_routes(retrieval),
-            *vector_store_search_routes(retrieval, engine, models),
+            vector_store_search_route(VectorStoreSearch(retrieval, engine, models, admissions)),
             *vector_store_file_routes(retrieval),
             *vector_store_batch_routes(retrieval),
             *embedding_routes(retrieval),

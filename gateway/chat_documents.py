@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from engine.errors import InvalidRequestError, RadixgateError, UnsupportedParameterError
@@ -31,7 +31,7 @@ from gateway.prefill_ahead import prefill
 from gateway.prompt import Message, PromptDocuments
 from gateway.prompt_scopes import PromptScopes
 from gateway.published import Published
-from gateway.query_rewrite import rewrite_query
+from gateway.query_rewrite import Asked, Rewriting, rewriting_of
 from gateway.retrieval_request import ChatRetrieval
 from gateway.retrieval_service import RetrievalService
 from gateway.served_model import ServedModel
@@ -136,6 +136,35 @@ class RetrievedDocuments:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSearch:
+    """What is to be found for one chat completion: checked, and nothing asked of the model for it yet."""
+
+    service: RetrievalService
+    wanted: ChatRetrieval
+    names: tuple[Name, ...]
+    query: str
+    messages: tuple[Message, ...]
+    tenant: Tenant
+    scopes: PromptScopes
+    model: ServedModel
+    use_cache: bool
+
+    @property
+    def system(self) -> list[Message]:
+        return [message for message in self.messages if message.role == "system"]
+
+    async def rewriting(self) -> Rewriting | None:
+        """What has to be asked of the model before the search; None: nothing."""
+        if not self.wanted.rewrite_query:
+            return None
+        asked = Asked(self.messages, self.query)
+        return await rewriting_of([asked], self.model, self.tenant, self.scopes, use_cache=self.use_cache)
+
+    def rewritten(self, query: str) -> ChatSearch:
+        return replace(self, query=query)
+
+
 class ChatRetriever:
     """Finds the documents of chat completions."""
 
@@ -143,80 +172,71 @@ class ChatRetriever:
         self._engine = engine
         self._service = service
 
-    async def documents(
+    async def search_of(
         self, request: ChatRequest, tenant: Tenant, scopes: PromptScopes, model: ServedModel
-    ) -> ChatDocuments:
-        """Raises `RadixgateError` or `RetrievalError`."""
-        if request.retrieval is None:
-            return _clients_own(request, scopes.published)
-        if self._service is None:
+    ) -> ChatSearch | None:
+        """None for a request that wants nothing found. Raises `RadixgateError` or `RetrievalError`."""
+        wanted, service, messages = request.retrieval, self._service, request.messages
+        if wanted is None:
+            return None
+        if service is None:
             raise UnsupportedParameterError("`retrieval`: this server has none.", param="retrieval")
-        return await self._retrieve(self._service, request.retrieval, request, tenant, scopes, model)
-
-    async def _retrieve(
-        self,
-        service: RetrievalService,
-        wanted: ChatRetrieval,
-        request: ChatRequest,
-        tenant: Tenant,
-        scopes: PromptScopes,
-        model: ServedModel,
-    ) -> ChatDocuments:
         names = [await service.searcher.resolve(tenant.id, each) for each in wanted.vector_store_ids]
-        messages = request.messages
         query = messages[_question(messages)].text
         if not query.strip():
             raise InvalidRequestError("The last user message, which is searched for, is empty.", param="messages")
-        if wanted.rewrite_query:
-            use_cache = may_cache(request.body, tenant)
-            query = await rewrite_query(self._engine, model, tenant, scopes, messages, query, use_cache=use_cache)
-        system = [message for message in messages if message.role == "system"]
-        if may_cache(request.body, tenant):
-            service.prefill.saw_prompt(tenant.id, system, scopes)
-        found = await self._search(service, names, wanted, query, request, tenant, scopes, model)
+        await service.searcher.check(rerank=wanted.ranking_options.reranks)
+        return ChatSearch(
+            service=service,
+            wanted=wanted,
+            names=tuple(names),
+            query=query,
+            messages=messages,
+            tenant=tenant,
+            scopes=scopes,
+            model=model,
+            use_cache=may_cache(request.body, tenant),
+        )
+
+    async def documents(self, search: ChatSearch) -> ChatDocuments:
+        """Raises `RadixgateError` or `RetrievalError`."""
+        service, tenant, scope = search.service, search.tenant, search.scopes.own.scope
+        if search.use_cache:
+            service.prefill.saw_prompt(tenant.id, search.system, search.scopes)
+        found = await self._found(search)
         await service.popularity.load(tenant.id)
-        earlier = await service.conversations.recall(tenant.id, scopes.own.scope, _pairs(messages))
+        earlier = await service.conversations.recall(tenant.id, scope, _pairs(search.messages))
         retrieved = RetrievedDocuments(
             service=service,
             tenant=tenant,
-            scope=scopes.own.scope,
-            messages=messages,
-            query=query,
+            scope=scope,
+            messages=search.messages,
+            query=search.query,
             found=tuple(found),
             earlier=earlier,
         )
-        return self._place(retrieved, names, wanted, model)
+        return self._place(retrieved, search.names, search.wanted, search.model)
 
-    async def _search(
-        self,
-        service: RetrievalService,
-        names: Sequence[Name],
-        wanted: ChatRetrieval,
-        query: str,
-        request: ChatRequest,
-        tenant: Tenant,
-        scopes: PromptScopes,
-        model: ServedModel,
-    ) -> list[Found]:
+    async def _found(self, search: ChatSearch) -> list[Found]:
+        wanted, model = search.wanted, search.model
         speculation: list[asyncio.Task[None]] = []
 
         def prefill_best(best: Found) -> None:
-            system = [message for message in request.messages if message.role == "system"]
-            segments = model.prompts.build_head(system, _as_document(best, model), scopes)
-            speculation.append(asyncio.create_task(_speculate(self._engine, tenant.id, segments)))
+            segments = model.prompts.build_head(search.system, _as_document(best, model), search.scopes)
+            speculation.append(asyncio.create_task(_speculate(self._engine, search.tenant.id, segments)))
 
         try:
-            return await service.searcher.search(
-                names,
+            return await search.service.searcher.search(
+                search.names,
                 Query(
-                    texts=(query,),
+                    texts=(search.query,),
                     max_results=wanted.max_num_results,
                     keep=wanted.predicate("retrieval"),
                     weights=wanted.ranking_options.weights,
-                    rerank=wanted.ranking_options.ranker == "rerank",
+                    rerank=wanted.ranking_options.reranks,
                     score_threshold=wanted.ranking_options.score_threshold,
                 ),
-                on_candidate=prefill_best if may_cache(request.body, tenant) else _no_guess,
+                on_candidate=prefill_best if search.use_cache else _no_guess,
             )
         finally:
             for task in speculation:
@@ -281,7 +301,8 @@ def without_earlier_turns(documents: ChatDocuments) -> ChatDocuments | None:
     )
 
 
-def _clients_own(request: ChatRequest, published: Published) -> ChatDocuments:
+def clients_own(request: ChatRequest, published: Published) -> ChatDocuments:
+    """The documents that a client sends itself, if any."""
     order = request.body.document_order
     latest = tuple(
         arrange(

@@ -6,9 +6,9 @@ from litestar import post
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp
 
-from gateway.answer import Answer
-from gateway.answering import Answering, Call, Prompt
-from gateway.chat import call_of
+from gateway.admission import Admitted
+from gateway.answering import Answering, Prompt
+from gateway.call import Call, call_of
 from gateway.completion_request import parse_completion_request
 from gateway.completion_response import CompletionForm
 from gateway.http_io import HttpRequest
@@ -18,7 +18,7 @@ class Completions:
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
 
-    async def respond(self, call: Call) -> Answer:
+    async def respond(self, call: Call) -> Admitted:
         """Raises whatever can be known to be wrong before the engine is asked."""
         answering = self._answering
         answering.check_open()
@@ -29,7 +29,8 @@ class Completions:
         prompts = [Prompt(segments=await model.build_raw_prompt(prompt, scopes)) for prompt in request.prompts]
         header = answering.header("cmpl", model)
         form = CompletionForm(header, include_usage=body.include_usage, has_logprobs=body.num_logprobs is not None)
-        return answering.answer(call, body, request.max_tokens, model, prompts, form, header.id)
+        answer = answering.answer(call.caller.tenant, body, request.max_tokens, model, prompts, form, header.id)
+        return answering.admitted(call, body, answer, header)
 
 
 def completion_route(completions: Completions) -> HTTPRouteHandler:

@@ -177,19 +177,17 @@ def fields_of(record: RequestRecord) -> Iterator[tuple[str, int]]:
     """What one request adds. Times in milliseconds or microseconds, so that every sum is of whole numbers."""
     yield "requests", 1
     yield f"outcome.{record.outcome}", 1
-    if record.account is None:
-        return
-    account = record.account
-    yield "prompt", account.num_prompt_tokens
-    yield "cached", account.num_cached_tokens
-    yield "output", record.num_output_tokens
-    for name, count in msgspec.structs.asdict(account).items():
-        yield f"class.{name}", count
+    if (used := record.used) is not None:
+        yield "prompt", used.account.num_prompt_tokens
+        yield "cached", used.account.num_cached_tokens
+        yield "output", used.num_output_tokens
+        for name, count in msgspec.structs.asdict(used.account).items():
+            yield f"class.{name}", count
+        yield "saved_us", round(used.seconds_saved * 1e6)
     for code in record.causes:
         yield f"cause.{code}", 1
-    yield "saved_us", round(record.seconds_saved * 1e6)
-    if record.time_to_first_token is not None:
-        group = hit_class(account)
+    if record.account is not None and record.time_to_first_token is not None:
+        group = hit_class(record.account)
         yield f"ttft.{group}.n", 1
         yield f"ttft.{group}.us", round(record.time_to_first_token * 1e6)
         yield f"ttft.{group}.le.{ttft_edge(record.time_to_first_token)}", 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ import msgspec
 from litestar import Request, Response
 from litestar.datastructures import State
 from litestar.exceptions import InternalServerException
+from litestar.types import HTTPResponseStartEvent, Send
 
 from engine.errors import InvalidRequestError
 from gateway.json_body import Body, read_body
@@ -53,6 +54,18 @@ async def body_of(request: HttpRequest, kind: type[Body]) -> Body:
 
 def json_response(body: msgspec.Struct, headers: dict[str, str] | None = None, *, status: int = 200) -> Response[bytes]:
     return Response(msgspec.json.encode(body), status_code=status, media_type="application/json", headers=headers)
+
+
+async def send_json(send: Send, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    """A whole answer, from inside an ASGI application."""
+    length = str(len(body)).encode()
+    start: HTTPResponseStartEvent = {
+        "type": "http.response.start",
+        "status": 200,
+        "headers": [(b"content-type", b"application/json"), (b"content-length", length), *headers],
+    }
+    await send(start)
+    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def whole_number(text: str, name: str, least: int, most: int) -> int:

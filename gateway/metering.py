@@ -3,6 +3,8 @@
 Metering.admit ── limits: reserve prompt + max_tokens ──► Meter ──► headers, settle (before the last byte)
                                                             └────► leaving it: usage, exactly once,
                                                                    whether it ended, failed or its client left
+
+A query that is rewritten for a request belongs to it: one reservation, one request in the usage, the tokens of both.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import ceil
 
-from engine.errors import RadixgateError
-from engine.protocol import PromptAccount
 from engine.settings import UsageSettings
+from gateway.model_use import ModelUse
 from gateway.rate_limits import DAY_MS, Held, Limiter, Reservation
 from gateway.tenants import Caller
 from gateway.usage import Bucket, UsageRecorder, counts_of_account, this_minute
@@ -31,8 +32,7 @@ class Attempt:
     caller: Caller
     request_id: str  # the engine's or the completion's: unique
     model: str
-    num_prompt_tokens: int
-    max_output_tokens: int  # of all choices
+    num_tokens: int  # at most, as far as is known: the prompt, and the output of all choices
     is_retry: bool  # the client says so: `x-stainless-retry-count`
     digest: bytes  # of its body
 
@@ -46,14 +46,24 @@ class Meter:
 
     def __init__(self, metering: Metering, attempt: Attempt, reservation: Reservation) -> None:
         self.attempt = attempt
-        self.account: PromptAccount | None = None
-        self.num_output_tokens = 0
-        self.seconds_saved = 0.0  # of prefill, as the engine has measured itself
+        self.answer = ModelUse()
+        self.rewriting: ModelUse | None = None  # of its query
         self.taken_on = False  # the engine has begun with it
         self.aborted = False
         self.failed = False
         self._metering = metering
         self._reservation = reservation
+
+    @property
+    def used(self) -> ModelUse:
+        return self.answer if self.rewriting is None else self.rewriting + self.answer
+
+    async def reserve_answer(self, num_tokens: int) -> None:
+        """Prompt and output of an answer that was not known at admission. Raises `RateLimitError`.
+
+        What has been used until now stays reserved beside it.
+        """
+        await self._metering.limiter.change(self._reservation, self.charged_tokens + num_tokens)
 
     async def settle(self) -> None:
         """Everything is known: the limits take it into account before the client knows the answer's end."""
@@ -62,15 +72,22 @@ class Meter:
     @property
     def charged_tokens(self) -> int:
         """Against the token limits."""
-        if self.account is None:
-            return 0
-        cached = self.account.num_cached_tokens
-        uncached = self.account.num_prompt_tokens - cached
-        return uncached + ceil(cached * self._metering.cached_token_factor) + self.num_output_tokens
+        used = self.used
+        cached = used.account.num_cached_tokens
+        uncached = used.account.num_prompt_tokens - cached
+        return uncached + ceil(cached * self._metering.cached_token_factor) + used.num_output_tokens
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """OpenAI's `x-ratelimit-*`, as the last answer of the limiter has it; none for a tenant without limits."""
-        return rate_limit_headers(self._reservation.held)
+        """OpenAI's `x-ratelimit-*`, as the last answer of the limiter has it; none for a tenant without limits.
+
+        And what the rewriting of its query used: an error behind it has no body that could say so.
+        """
+        headers = rate_limit_headers(self._reservation.held)
+        if (use := self.rewriting) is not None:
+            prompt, cached = use.account.num_prompt_tokens, use.account.num_cached_tokens
+            value = f"prompt={prompt}, cached={cached}, output={use.num_output_tokens}"
+            headers.append((b"x-radixgate-query-rewrite", value.encode()))
+        return headers
 
     def close(self) -> None:
         used = 1 if self.taken_on else 0
@@ -88,13 +105,14 @@ class Metering:
     @asynccontextmanager
     async def admit(self, attempt: Attempt) -> AsyncGenerator[Meter]:
         """Raises `RateLimitError`. Whoever is admitted is counted when leaving."""
-        tokens = attempt.num_prompt_tokens + attempt.max_output_tokens
-        limits = attempt.caller.tenant.record.limits
-        reservation = await self.limiter.reserve(attempt.caller.tenant.id, attempt.request_id, limits, tokens)
+        tenant = attempt.caller.tenant
+        reservation = await self.limiter.reserve(
+            tenant.id, attempt.request_id, tenant.record.limits, attempt.num_tokens
+        )
         meter = Meter(self, attempt, reservation)
         try:
             yield meter
-        except RadixgateError:
+        except Exception:
             meter.failed = True
             raise
         finally:
@@ -104,7 +122,7 @@ class Metering:
         """Once a request. One that the engine never began with is no usage."""
         if not meter.taken_on:
             return
-        attempt, account = meter.attempt, meter.account or PromptAccount()
+        attempt, used = meter.attempt, meter.used
         repeats = self._repeats(attempt)
         if meter.aborted:
             self._remember(attempt)
@@ -113,10 +131,10 @@ class Metering:
             retries=1 if repeats else 0,
             aborted=int(meter.aborted),
             failed=int(meter.failed),
-            output=meter.num_output_tokens,
-            saved_us=round(meter.seconds_saved * 1e6),
+            output=used.num_output_tokens,
+            saved_us=round(used.seconds_saved * 1e6),
         )
-        counts.update(counts_of_account(account))
+        counts.update(counts_of_account(used.account))
         bucket = Bucket(attempt.caller.tenant.id, attempt.caller.key.id, attempt.model, this_minute())
         self._recorder.add(bucket, counts)
 

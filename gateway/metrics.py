@@ -105,14 +105,14 @@ class GatewayMetrics:
             return
         who = (self._tenants.label(record.tenant_id), record.model)
         self._requests.labels(*who, record.outcome).inc()
-        if record.account is None:
-            return
-        for name, count in msgspec.structs.asdict(record.account).items():
-            if count:
-                self._prompt.labels(*who, name).inc(count)
-        self._output.labels(*who).inc(record.num_output_tokens)
-        self._saved.labels(*who).inc(record.seconds_saved)
-        self._observe_times(record, (*who, hit_class(record.account)))
+        if (used := record.used) is not None:
+            for name, count in msgspec.structs.asdict(used.account).items():
+                if count:
+                    self._prompt.labels(*who, name).inc(count)
+            self._output.labels(*who).inc(used.num_output_tokens)
+            self._saved.labels(*who).inc(used.seconds_saved)
+        if record.account is not None:
+            self._observe_times(record, (*who, hit_class(record.account)))
 
     def _observe_times(self, record: RequestRecord, labels: tuple[str, str, str]) -> None:
         if record.time_to_first_token is not None:

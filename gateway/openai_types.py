@@ -1,6 +1,7 @@
 """What chat and text completions look like on the wire: OpenAI's objects.
 
-Ours inside them are `retrieval`, `citations` and `cache_report`, and only where they were asked for.
+Ours inside them are `retrieval`, `citations`, `cache_report` and `usage.query_rewrite`, and only where they were asked
+for.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from gateway.cache_report import CacheReport
+from gateway.model_use import ModelUse
 
 FinishReasonText = Literal["stop", "length"]
 
@@ -18,11 +20,36 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, use: ModelUse) -> TokenUsage:
+        account = use.account
+        return TokenUsage(
+            prompt_tokens=account.num_prompt_tokens,
+            completion_tokens=use.num_output_tokens,
+            total_tokens=account.num_prompt_tokens + use.num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(account.num_cached_tokens),
+        )
+
+
+class Usage(TokenUsage, frozen=True, kw_only=True):
+    """OpenAI's fields are the answer's, so that they say what clients take them for: the prompt that was answered, and
+    the answer. What else the model did for the request stands beside them, and is charged with them."""
+
+    query_rewrite: TokenUsage | msgspec.UnsetType = msgspec.UNSET
+
+    @classmethod
+    def of_request(cls, answer: ModelUse, rewriting: ModelUse | None) -> Usage:
+        own = TokenUsage.of(answer)
+        return Usage(
+            **msgspec.structs.asdict(own),
+            query_rewrite=msgspec.UNSET if rewriting is None else TokenUsage.of(rewriting),
+        )
 
 
 class CitedDocument(msgspec.Struct, frozen=True, kw_only=True):

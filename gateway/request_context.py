@@ -12,7 +12,8 @@ from typing import cast
 
 from litestar.types import Message, Scope
 
-from engine.protocol import PromptAccount, Segment
+from engine.protocol import Segment
+from gateway.model_use import ModelUse
 from gateway.request_timing import RequestTiming
 from gateway.tenants import Caller, Tenant
 
@@ -26,8 +27,8 @@ class RequestContext:
     request_id: str
     tenant: Tenant | None = None
     caller: Caller | None = None
-    account: PromptAccount | None = None
-    num_output_tokens: int = 0
+    answer: ModelUse | None = None  # once the engine has begun with it
+    rewriting: ModelUse | None = None  # of its query
     headers: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])  # of its response
     outcome: str = ""  # an error code, or `disconnected`
     model: str = ""

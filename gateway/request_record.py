@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from engine.protocol import PromptAccount, Segment, SegmentKind
+from gateway.model_use import ModelUse
 
 Outcome = Literal["ok", "client_error", "rate_limited", "server_error", "disconnected", "stream_error"]
 OUTCOMES: tuple[Outcome, ...] = ("ok", "client_error", "rate_limited", "server_error", "disconnected", "stream_error")
@@ -66,6 +67,17 @@ class RequestRecord:
     miss: MissPoint | None
     causes: tuple[str, ...]  # codes of `gateway/cache_report.py`
     documents: tuple[DocumentShare, ...]
+    rewriting: ModelUse | None = None  # of its query, before the prompt was known
+
+    @property
+    def used(self) -> ModelUse | None:
+        """All that the model did for it, which is what is counted; `account` and its neighbours are the answer's."""
+        if self.account is None:
+            return self.rewriting
+        answer = ModelUse(
+            account=self.account, num_output_tokens=self.num_output_tokens, seconds_saved=self.seconds_saved
+        )
+        return answer if self.rewriting is None else self.rewriting + answer
 
 
 class RequestObserver(Protocol):

@@ -19,7 +19,6 @@ class RequestTiming:
         "prepare_seconds",
         "queue_seconds",
         "retrieval",
-        "seconds_saved",
         "time_to_first_token",
     )
 
@@ -31,7 +30,6 @@ class RequestTiming:
         self.prepare_seconds: float | None = None
         self.queue_seconds: float | None = None
         self.retrieval: tuple[float, float] | None = None  # from when to when, in seconds since the request's arrival
-        self.seconds_saved = 0.0  # of all prompts
 
     @contextmanager
     def retrieving(self) -> Generator[None]:

@@ -40,6 +40,10 @@ class RankingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return Weights()
         return Weights(self.hybrid_search.embedding_weight, self.hybrid_search.text_weight)
 
+    @property
+    def reranks(self) -> bool:
+        return self.ranker == "rerank"
+
     def check(self, path: str) -> None:
         weights = self.weights
         if weights.vector == 0 and weights.text == 0:

@@ -7,6 +7,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
+from gateway.openai_types import TokenUsage
 from retrieval.collection_index import Found
 from retrieval.records import (
     Attributes,
@@ -201,6 +202,7 @@ class SearchPage(msgspec.Struct, frozen=True, kw_only=True):
     data: tuple[SearchHit, ...]
     has_more: Literal[False] = False
     next_page: None = None
+    usage: TokenUsage | msgspec.UnsetType = msgspec.UNSET  # ours: of the model, if it rewrote the query
 
 
 class ContentPage(msgspec.Struct, frozen=True, kw_only=True):

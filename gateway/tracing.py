@@ -71,11 +71,11 @@ def span_attributes(record: RequestRecord) -> dict[str, str | int | float | bool
         attributes["radixgate.tenant"] = record.tenant_id
     if record.error_code:
         attributes["error.type"] = record.error_code
-    if record.account is not None:
-        attributes["gen_ai.usage.input_tokens"] = record.account.num_prompt_tokens
-        attributes["gen_ai.usage.cache_read.input_tokens"] = record.account.num_cached_tokens
-        attributes["gen_ai.usage.output_tokens"] = record.num_output_tokens
-        for name, count in msgspec.structs.asdict(record.account).items():
+    if (used := record.used) is not None:
+        attributes["gen_ai.usage.input_tokens"] = used.account.num_prompt_tokens
+        attributes["gen_ai.usage.cache_read.input_tokens"] = used.account.num_cached_tokens
+        attributes["gen_ai.usage.output_tokens"] = used.num_output_tokens
+        for name, count in msgspec.structs.asdict(used.account).items():
             if count:
                 attributes[f"radixgate.prompt_tokens.{name}"] = count
     return attributes

@@ -13,7 +13,7 @@ Counts, in this order of meaning:
     requests      attempts that the engine took on, without repeats (see `retries`)
     retries       attempts by which a client repeated one that counts already (it had left before the answer's end)
     aborted       requests whose client left
-    failed        requests that the engine could not finish
+    failed        requests that the engine had begun with and that ended with an error
     device, host, disk, cold, …   prompt tokens by class, as in `PromptAccount`
     output        output tokens
     saved_us      microseconds of prefill that the cache saved, at the speed measured on this engine

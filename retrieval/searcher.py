@@ -47,13 +47,17 @@ class Searcher:
             return public
         return own
 
+    async def check(self, *, rerank: bool) -> None:
+        """Whether a search can be made now: for who has to pay for something first. Raises `RetrievalError`."""
+        info = await self._embedder.wait_ready()
+        if rerank and not info.has_reranker:
+            raise InvalidValueError("no reranker is set up on this server", "ranking_options.ranker")
+
     async def search(
         self, names: Sequence[Name], query: Query, on_candidate: Callable[[Found], None] = lambda best: None
     ) -> list[Found]:
         """Best first. `on_candidate` hears of the best so far before a reranker is asked. Raises `RetrievalError`."""
-        info = await self._embedder.wait_ready()
-        if query.rerank and not info.has_reranker:
-            raise InvalidValueError("no reranker is set up on this server", "ranking_options.ranker")
+        await self.check(rerank=query.rerank)
         vectors, _ = await self._embedder.embed(query.texts, urgent=True)
         num_wanted = query.max_results * (_RERANK_FACTOR if query.rerank else 1)
         found: list[Found] = []

@@ -12,6 +12,7 @@ import pytest
 from engine.protocol import PromptAccount, Segment, SegmentKind
 from gateway.history import MAX_DOCUMENTS, HistoryWriter, document_key, hour_key, minute_key
 from gateway.history_reader import DEFAULT_SPAN, HistoryReader, Span, span_of, total
+from gateway.model_use import ModelUse
 from gateway.request_record import DocumentShare, MissPoint, in_prompt_order, locate
 from gateway.store import EmbeddedStore
 from gateway.store_client import StoreClient
@@ -60,6 +61,17 @@ async def test_what_was_written_is_read_by_tenant_and_for_everyone(client: Store
         sums = total(await reader.series(who, DEFAULT_SPAN, NOW))
         assert (sums.requests, sums.prompt, sums.cached, sums.output) == (count, 100 * count, 60 * count, 7 * count)
         assert sums.hit_rate == (0.6 if count else None)
+
+
+async def test_a_rewritten_query_is_in_the_sums(client: StoreClient) -> None:
+    """I9: the charts show what the usage shows."""
+    writer = HistoryWriter(client, 35, Losses())
+    use = ModelUse(account=PromptAccount(device=20, cold=3), num_output_tokens=5)
+    writer.request_finished(record(time=NOW, rewriting=use))
+    writer.request_finished(record(time=NOW, rewriting=use, account=None, num_output_tokens=0))
+    await writer.flush()
+    sums = total(await HistoryReader(client).series("alice", DEFAULT_SPAN, NOW))
+    assert (sums.requests, sums.prompt, sums.cached, sums.output) == (2, 100 + 46, 60 + 40, 7 + 10)
 
 
 async def test_long_spans_are_read_by_the_hour_and_agree(client: StoreClient) -> None:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.protocol import PromptAccount
 from gateway.metrics import GatewayMetrics, LabelTable
+from gateway.model_use import ModelUse
 from gateway.request_record import RequestRecord
 from tests.gateway.conftest import RunningGateway
 from tests.gateway.operated import METRICS_TOKEN, ask, run_operated, run_store
@@ -160,6 +161,22 @@ def test_the_classes_of_a_prompt_sum_to_its_length() -> None:
     metrics.request_finished(record(account=PromptAccount(device=1, host=2, disk=3, cold=4, diverged=5, evicted=6)))
     found = parse(metrics.text(engine_up=True, store_up=True))
     assert sum(n for key, n in found.items() if key[0] == "radixgate_prompt_tokens_total") == 21
+
+
+def test_a_rewritten_query_adds_its_tokens_and_says_nothing_of_the_answers_hits() -> None:
+    """I9: also when it is all that the model did, for a search or for a request that failed behind it."""
+    use = ModelUse(account=PromptAccount(device=20, cold=3), num_output_tokens=5, seconds_saved=0.25)
+    metrics = GatewayMetrics()
+    metrics.request_finished(record(rewriting=use))  # beside an answer: 60 of 100 cached, 7 tokens, 0.5 s
+    alone = {"account": None, "num_output_tokens": 0, "seconds_saved": 0.0, "time_to_first_token": None}
+    metrics.request_finished(record(rewriting=use, **alone))
+    found = parse(metrics.text(engine_up=True, store_up=True))
+    tokens = {key[1]: count for key, count in found.items() if key[0] == "radixgate_prompt_tokens_total"}
+    assert tokens == {"device": 60 + 2 * 20, "cold": 30 + 2 * 3, "partial_block": 10}
+    assert found["radixgate_output_tokens_total", "m", "alice"] == 7 + 2 * 5
+    assert found["radixgate_prefill_saved_seconds_total", "m", "alice"] == 0.5 + 2 * 0.25
+    times = {key[1]: n for key, n in found.items() if key[0] == "radixgate_time_to_first_token_seconds_count"}
+    assert times == {"hit": 1}
 
 
 def test_a_store_that_is_away_is_seen(tmp_path: Path) -> None:
