@@ -92,7 +92,10 @@ def _add_tenant_options(parser: argparse.ArgumentParser) -> None:
     for name in (*_LIMITS, *_POLICY):
         kind = float if name == "weight" else int
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
-    parser.add_argument("--no-store", action=argparse.BooleanOptionalAction, help="leave nothing in the cache")
+    # Two options: argparse's own pair takes whatever begins with `--no-` for the negative one.
+    caching = parser.add_mutually_exclusive_group()
+    caching.add_argument("--no-store", action="store_true", default=None, help="find and leave nothing in the cache")
+    caching.add_argument("--store", dest="no_store", action="store_false", default=None, help="use the cache (again)")
 
 
 async def _run(settings: Settings, action: Action, arguments: argparse.Namespace) -> int:
@@ -168,7 +171,8 @@ def _print_tenant(record: TenantRecord) -> None:
     limits = {name: value for name, value in msgspec.to_builtins(record.limits).items() if value is not None}
     state = "disabled" if record.disabled else "enabled"
     group = f"  group={record.cache_group}" if record.cache_group else ""
-    print(f"{record.id:<24} {state:<9} weight={record.policy.weight:g}{group}  {_pairs(limits)}".rstrip())
+    no_store = "  no_store" if record.policy.no_store else ""
+    print(f"{record.id:<24} {state:<9} weight={record.policy.weight:g}{group}{no_store}  {_pairs(limits)}".rstrip())
 
 
 def _pairs(values: dict[str, object]) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.cli import main
 from tests.gateway.conftest import SECRET, RunningGateway
+from tests.gateway.fake_engine import MODEL
 
 pytestmark = pytest.mark.redis
 
@@ -68,6 +69,26 @@ def test_an_update_leaves_what_is_not_given(run: Run) -> None:
     assert "disabled" in line
     assert "group=g" in line
     assert line.endswith("requests_per_minute=5 tokens_per_day=1000")
+
+
+def test_a_tenant_can_opt_out_of_the_cache_and_back_in(run: Run, stored_gateway: RunningGateway) -> None:
+    """`--no-store` was read as the negative of itself, and set nothing."""
+    assert "no_store" in run("tenant", "create", "t", "--no-store")[1]
+    key = run("key", "create", "t")[1].splitlines()[-1]
+    stored_gateway.wait_until(lambda: status_of(stored_gateway, key) == 200)
+    assert [cached_tokens(stored_gateway, key) for _ in range(2)] == [0, 0]
+    run("tenant", "update", "t", "--weight", "2")
+    assert "no_store" in run("tenant", "list")[1]  # what is not given stays
+    assert "no_store" not in run("tenant", "update", "t", "--store")[1]
+    stored_gateway.wait_until(lambda: cached_tokens(stored_gateway, key) > 0)
+    assert "no_store" in run("tenant", "update", "t", "--no-store")[1]
+    stored_gateway.wait_until(lambda: cached_tokens(stored_gateway, key) == 0)
+
+
+def cached_tokens(gateway: RunningGateway, key: str) -> int:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "What does the second document say of the sea?"}]}
+    response = gateway.http.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 @pytest.mark.parametrize(
