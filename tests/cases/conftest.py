@@ -17,6 +17,7 @@ from engine.measured_engine import MeasuredEngine
 from engine.protocol import EngineStats
 from engine.server import EngineServer
 from engine.settings import EngineSettings, RetrievalSettings, Settings
+from engine.tiers.tiered_cache import TieredCache
 from retrieval.redis_commands import connect_store
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.harness import engine_info
@@ -57,9 +58,17 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
 
 
 def run_stack(
-    tmp_path: Path, *, num_blocks: int = NUM_BLOCKS, host_blocks: int = 0, **gateway_options: Any
+    tmp_path: Path,
+    *,
+    num_blocks: int = NUM_BLOCKS,
+    host_blocks: int = 0,
+    tiers: TieredCache | None = None,
+    **gateway_options: Any,
 ) -> Iterator[Stack]:
-    """`host_blocks`: with a host tier of so many. `gateway_options`: as for `run_gateway_thread`."""
+    """`host_blocks`: with a host tier of so many. `tiers`: with these, closed with the engine, as at a clean stop.
+
+    `gateway_options`: as for `run_gateway_thread`.
+    """
     tokenizer = byte_tokenizer()
     info = msgspec.structs.replace(
         engine_info(num_blocks, BLOCK_SIZE, 4096),
@@ -74,6 +83,7 @@ def run_stack(
     engine = LLMEngine(info, settings, runner)
     if host_blocks:
         tiers = host_only(host_blocks, BLOCK_SIZE)
+    if tiers is not None:
         runner.host = tiers.host_slab
         engine.attach_tiers(tiers)
     server = EngineServer(MeasuredEngine(engine), f"ipc://{tmp_path}/engine.sock", drain_seconds=0)
@@ -88,6 +98,7 @@ def run_stack(
         server.stop()
         thread.join(20)
         assert not thread.is_alive()
+        engine.close()
 
 
 def retrieval_options(store_url: str, operator_tenant: str) -> dict[str, Any]:

@@ -19,12 +19,13 @@ import pytest
 
 from engine.errors import InvalidRequestError
 from engine.prefix_index import PrefixIndex
-from engine.protocol import Segment
+from engine.protocol import EngineStats, Segment, TierStats
 from engine.scoped_tokens import ScopedTokens
 from engine.settings import TenantSettings
 from engine.tiers.directory import BlockIdentity, TierDirectory
 from gateway.auth import hash_api_key
 from tests.cases.conftest import BLOCK_SIZE, MODEL, Stack, run_stack
+from tests.engine.tiers.tiered_harness import TieredOptions, TiersWithDisk
 from tests.gateway.admin_client import AdminClient
 from tests.gateway.conftest import SECRET, new_keys
 
@@ -77,6 +78,49 @@ def test_b_reads_nothing_of_a_from_the_tier_below_either(tmp_path: Path) -> None
         for i in range(4):
             ask(stack, "bob", f"{i} {QUESTION}")
         assert places(ask(stack, "alice"))["host"] > 0
+
+
+@pytest.mark.redis
+def test_b_reads_nothing_of_a_from_the_disk_either(tmp_path: Path, empty_store_url: str) -> None:
+    """sglang#26747 on disk, over HTTP: after a restart, what alice has asked lies there and nowhere else."""
+    keys = new_keys()
+    for stack in one_life(tmp_path, empty_store_url, "one", keys):
+        ask(stack, "alice")
+        ask(stack, "alice", cache_salt="victim")
+        stack.wait_idle()
+    for stack in one_life(tmp_path, empty_store_url, "two", keys):
+        before = stack.wait_idle()
+        assert (before.num_cached_blocks, blocks_of(before)["host"]) == (0, 0)
+        assert blocks_of(before)["disk"] > 0
+        for thief in ("bob", "carol"):
+            for narrowing in ({}, {"cache_salt": "victim"}):
+                answer = ask(stack, thief, **narrowing)
+                assert cached(answer) == sum(places(answer)[tier] for tier in ("device", "host", "disk")) == 0
+        assert tier_of(stack.wait_idle(), "disk").bytes_read == 0
+        # The positive half: their owner has them from the disk, all of the prompt's full blocks.
+        for narrowing in ({}, {"cache_salt": "victim"}):
+            answer = ask(stack, "alice", **narrowing)
+            prompt = answer.json()["usage"]["prompt_tokens"]
+            assert places(answer)["disk"] > 0
+            assert cached(answer) == prompt // BLOCK_SIZE * BLOCK_SIZE
+        assert tier_of(stack.wait_idle(), "disk").bytes_read > 0
+
+
+def one_life(data_dir: Path, store_url: str, incarnation: str, keys: dict[str, str]) -> Iterator[Stack]:
+    """Of an engine with all tiers, up to its clean stop; it is asked when it knows what an earlier one left."""
+    options = TieredOptions(block_size=BLOCK_SIZE, host_slots=64, disk_slots=256, incarnation=incarnation)
+    below = TiersWithDisk(data_dir, store_url, options)
+    for stack in run_stack(data_dir, tiers=below.tiers, keys=keys):
+        stack.gateway.wait_until(lambda: below.disk.directory is not None)
+        yield stack
+
+
+def tier_of(stats: EngineStats, name: str) -> TierStats:
+    return next(tier for tier in stats.tiers if tier.name == name)
+
+
+def blocks_of(stats: EngineStats) -> dict[str, int]:
+    return {tier.name: tier.num_blocks for tier in stats.tiers}
 
 
 def places(response: httpx.Response) -> dict[str, int]:

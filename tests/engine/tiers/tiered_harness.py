@@ -59,8 +59,8 @@ class EagerGate(FetchGate):
         return True
 
 
-class TieredEngine:
-    """One life of an engine over a data directory and a store. `harness` is what is asked."""
+class TiersWithDisk:
+    """Of one life of an engine: host memory, and a disk over a data directory and a store."""
 
     def __init__(
         self,
@@ -96,6 +96,21 @@ class TieredEngine:
             preload=options.preload,
         )
         self.tiers.gate = EagerGate(block_bytes)
+
+
+class TieredEngine(TiersWithDisk):
+    """One life of an engine over a data directory and a store. `harness` is what is asked."""
+
+    def __init__(
+        self,
+        data_dir: Path,
+        store_url: str,
+        options: TieredOptions | None = None,
+        *,
+        make_slab: Callable[..., DiskSlab] = DiskSlab,
+    ) -> None:
+        super().__init__(data_dir, store_url, options, make_slab=make_slab)
+        options = self.options
         self.harness = Harness(
             options.num_blocks,
             options.block_size,
