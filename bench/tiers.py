@@ -25,8 +25,9 @@ import xxhash
 from bench.store import running_store
 from engine.batch import BlockFetch, BlockOffload
 from engine.block_transfer import CpuBlockTransfer, host_tensor
+from engine.prefix_index import BlockIdentity
 from engine.protocol import pack_tokens
-from engine.tiers.directory import BlockIdentity, TierDirectory
+from engine.tiers.directory import TierDirectory
 from engine.tiers.disk_slab import DiskSlab
 from engine.tiers.host_slab import HostSlab
 from engine.tiers.index_loader import load_index
@@ -131,17 +132,17 @@ def full_directory(entries: int) -> TierDirectory:
     directory = TierDirectory(entries, BLOCK_SIZE, ROOT)
     prompt = 0
     while directory.num_free:
-        parent = ROOT
+        parent, above = ROOT, None
         for depth in range(64):
             tokens = pack_tokens([prompt // 8 if depth < 16 else prompt, depth, *range(BLOCK_SIZE - 2)])
             key = xxhash.xxh3_128_digest(parent + ROOT + tokens)
-            if directory.find(key) is None:
+            if (slot := directory.find(key)) is None:
                 documents = (f"document {prompt}",) if depth == 16 else ()
-                slot = directory.add(BlockIdentity(key, parent, ROOT, "tenant", tokens, documents, depth))
+                slot = directory.add(BlockIdentity(key, ROOT, "tenant", tokens, documents), above)
                 if slot is None:
                     break
                 directory.ready(slot)
-            parent = key
+            parent, above = key, slot
         prompt += 1
     return directory
 

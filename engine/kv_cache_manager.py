@@ -207,8 +207,8 @@ class KVCacheManager:
         several parallel samples, whether the prompt is still being computed by the first.
 
         Computing it twice would cost time and a block. The follower is asked again when the last block that both begin
-        with is done, not after each chunk of the leader: a burst of a thousand is looked up twice each. A key is only a
-        hint here: on a collision the follower waits a little for nothing.
+        with is done, not after each chunk of the leader: a burst of a thousand is looked up twice each. The key is only
+        a hint here: nobody waits for what another prompt has under it.
         """
         if request.awaits_leader:
             return True
@@ -224,6 +224,8 @@ class KVCacheManager:
         if leader is None or leader is request:
             return False
         common = self.index.common_blocks(leader.tokens, request.tokens)
+        if common <= block or leader.tokens.span(block)[0] != request.tokens.span(block)[0]:
+            return False
         last = min(common, (request.num_tokens - 1) // self.block_size, request.tokens.span(block)[1]) - 1
         pending = last - leader.num_indexed_blocks
         request.awaited_key = leader.pending_keys[pending] if 0 <= pending < len(leader.pending_keys) else key
@@ -449,7 +451,7 @@ class KVCacheManager:
         at: Node | None = node
         while at is not None and at is not self.index.root and at.hits < self.tiers.write_through_hits:
             at = at.parent
-        if at is not None and not at.doomed:
+        if at is not None and at is not self.index.root and not at.doomed:
             self.tiers.write_through(self.index.path(at))
 
     def _copy_on_write(self, request: Request, source: int, num_slots: int) -> BlockCopy | None:

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -132,18 +132,57 @@ class Node:
         return self.first_block + len(self.block_ids)
 
 
-class CachedBlock(NamedTuple):
-    """A block in the index, with what identifies it wherever it lies."""
+class BlockIdentity(NamedTuple):
+    """What a block is, wherever it lies, behind the one before it."""
 
     key: bytes
-    parent_key: bytes
     scope: bytes
     owner: str
     tokens: bytes
     documents: tuple[str, ...]  # keys of the documents that start in it
-    depth: int  # blocks above it
-    hits: int
-    block_id: int
+
+
+@dataclass(slots=True, frozen=True)
+class BlockPath:
+    """Blocks from a first one on. The keys find them in a tier; the tokens and scopes prove what was found."""
+
+    packed: bytes  # tokens
+    spans: list[tuple[bytes, int]]  # scope, and the first block beyond it
+    keys: bytes  # KEY_BYTES each
+
+    def __len__(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+    def key(self, block: int) -> bytes:
+        return self.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]
+
+
+@dataclass(slots=True, frozen=True)
+class CachedPath(BlockPath):
+    """A path of the tree, as the tiers below need it. Valid until the index changes.
+
+    nodes      [ a b c ] ── [ d ] ── [ e f ]
+    packed     a b c d e f
+    """
+
+    nodes: list[Node]
+
+    def block_id(self, block: int) -> int:
+        node = self._node(block)
+        return node.block_ids[block - node.first_block]
+
+    def identity(self, block: int) -> BlockIdentity:
+        node, stride = self._node(block), len(self.packed) // len(self)
+        return BlockIdentity(
+            key=self.key(block),
+            scope=node.scope,
+            owner=node.owner.name,
+            tokens=self.packed[block * stride : (block + 1) * stride],
+            documents=tuple(key for start, key in node.documents if start == block),
+        )
+
+    def _node(self, block: int) -> Node:
+        return self.nodes[bisect_right(self.nodes, block, key=lambda node: node.first_block) - 1]
 
 
 @dataclass(slots=True, frozen=True)
@@ -718,28 +757,20 @@ class PrefixIndex:
 
     # ------------------------------------------------------------------ below
 
-    def path(self, node: Node, node_blocks: int | None = None) -> Iterator[CachedBlock]:
-        """The blocks from the `node_blocks`-th of a node (the last) up to the root, deepest first."""
-        count = node.num_blocks if node_blocks is None else node_blocks
-        at = node
-        while at is not self.root:
-            documents: dict[int, tuple[str, ...]] = {}
-            for block, key in at.documents:
-                documents[block] = (*documents.get(block, ()), key)
-            for block in range(count - 1, -1, -1):
-                yield CachedBlock(
-                    key=_key_before(at, block + 1),
-                    parent_key=_key_before(at, block),
-                    scope=at.scope,
-                    owner=at.owner.name,
-                    tokens=at.tokens[block * self.stride : (block + 1) * self.stride],
-                    documents=documents.get(at.first_block + block, ()),
-                    depth=at.first_block + block,
-                    hits=at.hits,
-                    block_id=at.block_ids[block],
-                )
-            at = _parent(at)
-            count = at.num_blocks
+    def path(self, node: Node) -> CachedPath:
+        """From the root to a node's last block."""
+        nodes: list[Node] = []
+        while node is not self.root:
+            nodes.append(node)
+            node = _parent(node)
+        nodes.reverse()
+        spans: list[tuple[bytes, int]] = []
+        for node in nodes:
+            if spans and spans[-1][0] == node.scope:
+                spans.pop()
+            spans.append((node.scope, node.end_block))
+        tokens, keys = b"".join(node.tokens for node in nodes), b"".join(node.keys for node in nodes)
+        return CachedPath(tokens, spans, keys, nodes)
 
     def leaves(self) -> Iterator[Node]:
         """Every node without children: each path ends in one."""

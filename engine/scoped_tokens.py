@@ -87,6 +87,10 @@ class ScopedTokens:
                 return scope, end
         return self._scopes[-1], _NO_END
 
+    def spans(self) -> list[tuple[bytes, int]]:
+        """Each scope, and the first block beyond it."""
+        return list(zip(self._scopes, (*self._end_blocks[:-1], _NO_END), strict=True))
+
     def scopes_up_to(self, block: int) -> list[bytes]:
         """The scopes this sequence may read at a block: its own there, and every wider one before."""
         last = self.span(block)[0]

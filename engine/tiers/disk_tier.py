@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from engine.erasure import Selection
 from engine.errors import InvariantError
-from engine.tiers.directory import BlockIdentity, TierDirectory
+from engine.prefix_index import BlockIdentity
+from engine.tiers.directory import TierDirectory
 from engine.tiers.disk_slab import DiskSlab
 from engine.tiers.index_record import RecordFormat, names_of
 from engine.tiers.io_thread import IoDone, IoJob, IoKind, IoThread
@@ -79,11 +80,10 @@ class DiskTier:
 
     # ------------------------------------------------------------------ payloads
 
-    def add(self, block: BlockIdentity) -> int | None:
-        """A slot for a block whose payload is going to be written; None when it cannot be had."""
-        if self.directory is None:
-            return None
-        slot = self.directory.add(block)
+    def add(self, block: BlockIdentity, parent: int | None) -> int | None:
+        """A slot for a block whose payload is going to be written, behind `parent`; None when it cannot be had."""
+        assert self.directory is not None
+        slot = self.directory.add(block, parent)
         self.counters.num_dropped += slot is None
         self._forget_removed()
         return slot
@@ -153,13 +153,12 @@ class DiskTier:
                 self.directory.remove(slot)
         self.directory.unpin(slot)
 
-    def touch(self, key: bytes) -> None:
-        """The path that ends in this block has been used."""
-        slot = self.directory.find(key) if self.directory is not None else None
-        if slot is not None and self.directory is not None:
-            self.directory.touch(slot, int(time.time()), hit=True)
-            if self.directory.is_ready(slot):
-                self._publish(slot)
+    def touch(self, slot: int) -> None:
+        """The path that ends in this slot has been used."""
+        assert self.directory is not None
+        self.directory.touch(slot, int(time.time()), hit=True)
+        if self.directory.is_ready(slot):
+            self._publish(slot)
 
     def erase(self, selection: Selection) -> int:
         """Take blocks out of the index at once; their payloads are overwritten behind."""
@@ -213,15 +212,7 @@ class DiskTier:
         if directory is None:
             return []
         leaves = [slot for slot in directory.ready_slots() if not directory.has_children(slot)]
-        paths: list[list[int]] = []
-        for leaf in random.sample(leaves, min(count, len(leaves))):
-            path: list[int] = []
-            at: int | None = leaf
-            while at is not None:
-                path.append(at)
-                at = directory.parent_of(at)
-            paths.append(path[::-1])
-        return paths
+        return [directory.slots_to(leaf) for leaf in random.sample(leaves, min(count, len(leaves)))]
 
     def leaves_by_last_use(self) -> list[int]:
         """The ends of all paths, the one used last at the end."""

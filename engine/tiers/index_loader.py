@@ -5,7 +5,8 @@
 What comes back is a promise, not a fact: the payload's checksum is compared when it is read, tokens and scopes on every
 hit. Here a record must have a right checksum of its own, names that are there, a parent that is whole itself, and the
 key that follows from its parent's key, its scope and its tokens: an entry whose parent's slot was given to another
-block meanwhile does not pass. What does not pass is dropped, and with it all below: each a clean miss.
+block meanwhile does not pass, and if that block has the same key, its payload will not. What does not pass is dropped,
+and with it all below: each a clean miss.
 """
 
 from __future__ import annotations
@@ -103,12 +104,14 @@ def _reject_doubles(table: _Table) -> None:
 
 
 def _reject_orphans(table: _Table, directory: TierDirectory) -> None:
-    """Level by level, so that a parent is judged before its children. Lists: numpy is slow at single elements."""
+    """Level by level, so that a parent is judged before its children, and its payload's checksum is known when theirs
+    are taken out of the combined ones. Lists: numpy is slow at single elements."""
     rows_by_slot = np.full(directory.num_slots, -1, dtype=np.int64)
     rows_by_slot[table.slots[table.usable]] = np.flatnonzero(table.usable)
     above: list[int] = _rows_above(table, rows_by_slot).tolist()
     depths: list[int] = table.records["depth"].tolist()
     usable: list[bool] = table.usable.tolist()
+    checksums: list[int] = table.records["payload"].tolist()
     keys, scopes, tokens = (table.records[column].tolist() for column in ("key", "scope", "tokens"))
     digest, root_key = xxhash.xxh3_128_digest, directory.root_key
     for row in np.argsort(table.records["depth"], kind="stable").tolist():
@@ -123,7 +126,9 @@ def _reject_orphans(table: _Table, directory: TierDirectory) -> None:
                 and depths[parent] + 1 == depths[row]
                 and digest(keys[parent] + scopes[row] + tokens[row]) == keys[row]
             )
+            checksums[row] ^= checksums[parent]
     table.usable = np.array(usable, dtype=np.bool_)
+    table.records["payload"] = np.array(checksums, dtype=np.uint64)
 
 
 def _rows_above(table: _Table, rows_by_slot: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -6,8 +6,11 @@
               payload checksum 8 · tokens 4·block_size · checksum 8                     160 bytes at 16 tokens a block
 
 Owner and documents are digests of names, which are in a hash beside the groups. The parent is the slot it lies in, plus
-one; 0: a first block. Mirroring the slots, instead of a hash a block: one block costs its 160 bytes and nothing else
-(a hash of ten fields costs 400 to 600), many are read at a time, and a write is idempotent: the last one holds.
+one; 0: a first block. The payload's checksum is combined (xor) with that of the parent's payload: what is read here
+does not pass when the parent's slot has been given to another block, of whatever key.
+
+Mirroring the slots, instead of a hash a block: one block costs its 160 bytes and nothing else (a hash of ten fields
+costs 400 to 600), many are read at a time, and a write is idempotent: the last one holds.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from engine.scoped_tokens import SCOPE_BYTES, TOKEN_BYTES
 from engine.tiers.directory import TierDirectory
 from engine.tiers.names import DIGEST_BYTES, Name, pack_name
 
-RECORD_FORMAT = 1
+RECORD_FORMAT = 2
 GROUP_SLOTS = 512
 
 
@@ -63,7 +66,7 @@ class RecordFormat:
             directory.depth(slot),
             directory.hits(slot),
             directory.last_used[slot],
-            directory.checksum[slot],
+            directory.checksum[slot] ^ (0 if parent is None else directory.checksum[parent]),
             directory.tokens(slot),
         )
         return body + self._check.pack(xxhash.xxh3_64_intdigest(body))

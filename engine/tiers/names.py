@@ -43,6 +43,10 @@ class Names:
     def __len__(self) -> int:
         return len(self._values)
 
+    def number(self, value: Name) -> int:
+        """0 when no slot has it."""
+        return self._numbers.get(value, 0)
+
     def __contains__(self, value: Name) -> bool:
         return value in self._numbers
 

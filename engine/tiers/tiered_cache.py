@@ -10,7 +10,9 @@ Offloads are only noted here; the next step carries them out before anything els
 hears when they have ended. Until then a slot is filling and pinned. No payload passes through this module.
 
 Who comes first: a path is added parents first and removed children first, in each tier by itself (I4, see
-`engine/tiers/directory.py`), so demoting a leaf also copies those blocks above it that the tier lacks.
+`engine/tiers/directory.py`), so demoting a leaf also copies those blocks above it that the tier lacks. What a tier has
+of a path is proven by tokens and scopes, once for each path that moves. Where a key is another path's, the block and
+those behind it stay out of that tier.
 
 What a request waits for is bounded: reads that do not come within `READ_PATIENCE`, an unreadable block, or a host tier
 without room: then the request computes what it could not have.
@@ -27,9 +29,9 @@ from engine.batch import BlockOffload, SchedulerOutput, TransferReport
 from engine.erasure import Selection
 from engine.errors import InvariantError
 from engine.eviction import Policy
-from engine.prefix_index import CachedBlock, DocumentRun, tokens_between
+from engine.prefix_index import CachedPath, DocumentRun, tokens_between
 from engine.scoped_tokens import ScopedTokens
-from engine.tiers.directory import BlockIdentity, TierDirectory
+from engine.tiers.directory import TierDirectory
 from engine.tiers.disk_tier import DiskTier
 from engine.tiers.erasures import ErasureLog
 from engine.tiers.fetch_gate import FetchGate
@@ -173,56 +175,54 @@ class TieredCache:
 
     # ------------------------------------------------------------------ down
 
-    def demote(self, path: Iterable[CachedBlock]) -> None:
-        """The deepest blocks of a path are about to leave the device; the path comes deepest first."""
-        missing: list[CachedBlock] = []
-        for block in path:
-            if block.key in self.host and not self._wanted_on_disk(block.key):
-                self._add_to_host(block)
-                break
-            missing.append(block)
-        for block in reversed(missing):
-            slot = self._add_to_host(block)
-            if slot is None:
+    def demote(self, path: CachedPath) -> None:
+        """The deepest blocks of a path are about to leave the device."""
+        in_host = self.host.find_path(path)
+        directory = self.disk.directory if self.disk is not None else None
+        on_disk = directory.find_path(path) if directory is not None else None
+        if in_host:
+            self.host.touch(in_host[-1])
+        first = len(in_host) if on_disk is None else min(len(in_host), len(on_disk))
+        for block in range(first, len(path)):
+            if block == len(in_host) and not self._add_to_host(path, in_host):
                 self.counters.num_dropped += 1
                 return
-            if self._wanted_on_disk(block.key):
-                self._demote_to_disk(block, slot)
+            if on_disk is not None and block >= len(on_disk):
+                self._demote_to_disk(path, block, in_host[block], on_disk)
 
-    def _demote_to_disk(self, block: CachedBlock, host_slot: int) -> None:
+    def _demote_to_disk(self, path: CachedPath, block: int, host_slot: int, on_disk: list[int]) -> None:
         assert self.disk is not None
-        if self._may_write():
-            self._add_to_disk(block, host_slot)
+        if block == len(on_disk) and self._may_write():
+            self._add_to_disk(path, host_slot, on_disk)
         else:
             self.disk.counters.num_dropped += 1
-
-    def _wanted_on_disk(self, key: bytes) -> bool:
-        return self.disk is not None and self.disk.directory is not None and key not in self.disk
 
     def _may_write(self) -> bool:
         assert self.disk is not None
         waiting = self.disk.pending_write_bytes // self.host_slab.block_bytes + len(self._writes)
         return waiting < max(self.host_slab.num_slots // _MAX_WRITE_SHARE, 1)
 
-    def _add_to_host(self, block: CachedBlock) -> int | None:
-        slot = self.host.find(block.key)
-        if slot is not None:
-            self.host.touch(slot)
-            return slot
-        slot = self.host.add(_identity(block))
-        if slot is not None:
-            self._offload(block.block_id, slot)
-        return slot
+    def _add_to_host(self, path: CachedPath, in_host: list[int]) -> bool:
+        """The path's next block behind those that are there."""
+        block = len(in_host)
+        slot = self.host.add(path.identity(block), in_host[-1] if in_host else None)
+        if slot is None:
+            return False
+        in_host.append(slot)
+        self._offload(path.block_id(block), slot)
+        return True
 
     def _offload(self, block_id: int, slot: int) -> None:
         self._offloads.append(BlockOffload(block_id, slot))
         self.counters.bytes_written += self.host_slab.block_bytes
 
-    def _add_to_disk(self, block: CachedBlock, host_slot: int) -> bool:
+    def _add_to_disk(self, path: CachedPath, host_slot: int, on_disk: list[int]) -> bool:
+        """The path's next block behind those that are there; its payload is, or is going to be, in this host slot."""
         assert self.disk is not None
-        disk_slot = self.disk.add(_identity(block))
+        disk_slot = self.disk.add(path.identity(len(on_disk)), on_disk[-1] if on_disk else None)
         if disk_slot is None:
             return False
+        on_disk.append(disk_slot)
         if host_slot in self._transit or not self.host.is_ready(host_slot):
             self._writes[host_slot] = disk_slot
         else:
@@ -235,38 +235,36 @@ class TieredCache:
             self.host.pin(host_slot)
         self.disk.write(disk_slot, self.host_slab.slot(host_slot), host_slot)
 
-    def write_through(self, path: Iterable[CachedBlock]) -> bool:
-        """Make a path safe against the end of this process while it stays on the device; deepest first.
+    def write_through(self, path: CachedPath) -> bool:
+        """Make a path safe against the end of this process while it stays on the device.
 
         False when the rest of it has to wait until what moves now has arrived.
         """
         if self.disk is None or self.disk.directory is None:
             return True
-        missing: list[CachedBlock] = []
-        for block in path:
-            if block.key in self.disk:
-                if not missing:
-                    self.disk.touch(block.key)
-                break
-            missing.append(block)
-        for block in reversed(missing):
-            if not self._may_write() or not self._write_through(block):
+        on_disk = self.disk.directory.find_path(path)
+        if len(on_disk) == len(path):
+            self.disk.touch(on_disk[-1])
+            return True
+        in_host = self.host.find_path(path)
+        while len(on_disk) < len(path):
+            if not self._may_write() or not self._write_through(path, in_host, on_disk):
                 return not self.is_busy
         return True
 
-    def _write_through(self, block: CachedBlock) -> bool:
-        host_slot = self.host.find(block.key)
-        if host_slot is not None:
-            return self._add_to_disk(block, host_slot)
-        host_slot = self.host.take(block.owner)
-        if host_slot is None:
+    def _write_through(self, path: CachedPath, in_host: list[int], on_disk: list[int]) -> bool:
+        """The path's next block, out of the host slot that has it, or through one of transit."""
+        block = len(on_disk)
+        if block < len(in_host):
+            return self._add_to_disk(path, in_host[block], on_disk)
+        transit = self.host.take(path.identity(block).owner)
+        if transit is None:
             return False
-        self._transit.add(host_slot)
-        if not self._add_to_disk(block, host_slot):
-            self._transit.remove(host_slot)
-            self.host.give(host_slot)
+        self._transit.add(transit)
+        if not self._add_to_disk(path, transit, on_disk):
+            self._end_transit(transit)
             return False
-        self._offload(block.block_id, host_slot)
+        self._offload(path.block_id(block), transit)
         return True
 
     # ------------------------------------------------------------------ up
@@ -278,28 +276,26 @@ class TieredCache:
         """
         if not match.num_disk_blocks or self.disk is None or self.disk.directory is None:
             return None
-        directory = self.disk.directory
-        path: list[int] = []
-        partial = match.partial
-        at: int | None = partial.slot if partial is not None and partial.tier == "disk" else match.disk_slots[-1]
-        while at is not None and not self._is_in_host(directory.key(at)):
-            path.append(at)
-            at = directory.parent_of(at)
-        last: bytes | None = None
-        for slot in list(reversed(path))[: self.host_slab.num_slots // _MAX_READ_SHARE]:
-            key = directory.key(slot)
-            if not self.host.is_filling(key):
-                host_slot = self.host.add(directory.identity(slot))
+        directory, partial = self.disk.directory, match.partial
+        end = partial.slot if partial is not None and partial.tier == "disk" else match.disk_slots[-1]
+        slots = directory.slots_to(end)
+        in_host = self.host.find_path(directory.path_of(slots))
+        first = len(in_host)
+        while first and not self.host.is_ready(in_host[first - 1]):
+            first -= 1
+        last: int | None = None
+        for block, slot in enumerate(slots[first : first + self.host_slab.num_slots // _MAX_READ_SHARE], first):
+            if block == len(in_host):
+                host_slot = self.host.add(directory.identity(slot), in_host[-1] if in_host else None)
                 if host_slot is None:
                     break
+                in_host.append(host_slot)
                 self.disk.read(slot, self.host_slab.slot(host_slot), host_slot)
-            last = key
-        if last is not None:
-            self.disk.touch(last)
-        return last
-
-    def _is_in_host(self, key: bytes) -> bool:
-        return key in self.host and not self.host.is_filling(key)
+            last = slot
+        if last is None:
+            return None
+        self.disk.touch(last)
+        return directory.key(last)
 
     def is_reading(self, key: bytes) -> bool:
         return self.host.is_filling(key)
@@ -553,9 +549,3 @@ class TieredCache:
             self.disk.directory.check_integrity()
         if any(not self.host.is_private(slot) for slot in self._transit):
             raise InvariantError("I8: a slot of transit is in the tree as well")
-
-
-def _identity(block: CachedBlock) -> BlockIdentity:
-    return BlockIdentity(
-        block.key, block.parent_key, block.scope, block.owner, block.tokens, block.documents, block.depth
-    )

@@ -25,6 +25,7 @@ from engine.batch import ScheduledSequence, SchedulerOutput, StepResult, Transfe
 from engine.tiers.host_slab import HostSlab
 
 POISON: int | None = None  # what a slot holds that nobody may read
+FOREIGN = -1  # a token that no prompt has
 
 
 def expected_output(prompt: Sequence[int], count: int, vocab_size: int, seed: int | None = None) -> list[int]:
@@ -197,10 +198,14 @@ class FakeRunner:
         self.slots[start : start + self.block_size] = states
 
     def _run(self, sequence: ScheduledSequence) -> int | None:
-        # Attention reads every earlier position, so each of them must be alive.
-        state = 0
+        # Attention reads every earlier position, so each of them must be alive, and one of another prompt shows.
+        state, is_own = 0, True
         for position in range(sequence.num_computed):
+            expected = _advance(state, sequence.token_ids[position])
             state = self._read(sequence, position)
+            is_own = is_own and state == expected
+        if not is_own:
+            state = _advance(state, FOREIGN)
         for position in range(sequence.num_computed, sequence.end):
             state = _advance(state, self._token(sequence, position))
             self.slots[self._slot(sequence, position)] = state

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import pytest
 import xxhash
@@ -14,53 +16,75 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.erasure import Selection, document_key
 from engine.errors import InvariantError
 from engine.eviction import Policy
-from engine.protocol import pack_tokens
+from engine.prefix_index import BlockIdentity, BlockPath
+from engine.protocol import pack_tokens, unpack_tokens
 from engine.scoped_tokens import ScopedTokens
-from engine.tiers.directory import BlockIdentity, TierDirectory
+from engine.tiers.directory import TierDirectory
 
 BLOCK = 2
 ROOT = bytes(16)
 A, B = b"a" * 16, b"b" * 16
 
 
-def path_of(tokens: list[int], scope: bytes = A, document: str | None = None) -> list[BlockIdentity]:
+Digest = Callable[[bytes, bytes, bytes], bytes]  # of the parent's key, the scope and the tokens
+
+
+def honest(parent: bytes, scope: bytes, packed: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(parent + scope + packed)
+
+
+def blunt(parent: bytes, scope: bytes, packed: bytes) -> bytes:
+    """Every scope is the same to it, and token 2n the same as 2n + 1."""
+    return xxhash.xxh3_128_digest(parent + pack_tokens([token // 2 for token in unpack_tokens(packed)]))
+
+
+def blocks_of(
+    tokens: list[int], scope: bytes = A, document: str | None = None, digest: Digest = honest
+) -> list[BlockIdentity]:
     """The identities of a prompt's full blocks; `document` starts in the first."""
     blocks: list[BlockIdentity] = []
-    parent = ROOT
+    key = ROOT
     for depth in range(len(tokens) // BLOCK):
         packed = pack_tokens(tokens[depth * BLOCK : (depth + 1) * BLOCK])
-        key = xxhash.xxh3_128_digest(parent + scope + packed)
+        key = digest(key, scope, packed)
         documents = (document_key(scope.decode(), document),) if document is not None and not depth else ()
-        blocks.append(BlockIdentity(key, parent, scope, scope.decode(), packed, documents, depth))
-        parent = key
+        blocks.append(BlockIdentity(key, scope, scope.decode(), packed, documents))
     return blocks
 
 
+def path_of(blocks: list[BlockIdentity]) -> BlockPath:
+    spans = [(block.scope, end) for end, block in enumerate(blocks, 1)]
+    return BlockPath(b"".join(block.tokens for block in blocks), spans, b"".join(block.key for block in blocks))
+
+
 def fill(directory: TierDirectory, tokens: list[int], scope: bytes = A, document: str | None = None) -> list[int]:
-    slots: list[int] = []
-    for block in path_of(tokens, scope, document):
-        slot = directory.find(block.key)
+    blocks = blocks_of(tokens, scope, document)
+    slots = directory.find_path(path_of(blocks))
+    for block in blocks[len(slots) :]:
+        slot = directory.add(block, slots[-1] if slots else None)
         if slot is None:
-            slot = directory.add(block)
-            if slot is None:
-                break
-            assert directory.ready(slot)
+            break
+        assert directory.ready(slot)
         slots.append(slot)
     return slots
 
 
-def match(directory: TierDirectory, tokens: list[int], scope: bytes = A, first: int = 0) -> list[int]:
+def match(
+    directory: TierDirectory, tokens: list[int], scope: bytes = A, first: int = 0, digest: Digest = honest
+) -> list[int]:
     sequence = ScopedTokens.of(tokens, scope, BLOCK)
-    return directory.match(sequence, first, [block.key for block in path_of(tokens, scope)[first:]])
+    return directory.match(sequence, first, [block.key for block in blocks_of(tokens, scope, None, digest)[first:]])
 
 
 def test_a_path_is_found_from_any_block_on_and_only_when_it_is_ready() -> None:
     directory = TierDirectory(8, BLOCK, ROOT)
-    blocks = path_of([1, 2, 3, 4, 5, 6])
-    slots = [directory.add(block) for block in blocks]
+    slots: list[int] = []
+    for block in blocks_of([1, 2, 3, 4, 5, 6]):
+        slot = directory.add(block, slots[-1] if slots else None)
+        assert slot is not None
+        slots.append(slot)
     assert match(directory, [1, 2, 3, 4, 5, 6]) == []
     for slot in slots[:2]:
-        assert slot is not None
         directory.ready(slot)
     assert match(directory, [1, 2, 3, 4, 5, 6]) == slots[:2]
     assert match(directory, [1, 2, 3, 4, 5, 6], first=1) == slots[1:2]
@@ -77,7 +101,7 @@ def test_i8_a_key_that_collides_leads_to_no_payload_of_another_prefix() -> None:
     """A crafted second prefix with the key of the first: the tokens of the whole path are compared."""
     directory = TierDirectory(8, BLOCK, ROOT)
     fill(directory, [1, 2, 3, 4])
-    keys = [block.key for block in path_of([1, 2, 3, 4])]
+    keys = [block.key for block in blocks_of([1, 2, 3, 4])]
     for forged in ([9, 9, 3, 4], [1, 2, 9, 9]):
         found = directory.match(ScopedTokens.of(forged, A, BLOCK), 1, keys[1:])
         assert found == []
@@ -87,10 +111,25 @@ def test_i8_a_key_that_collides_leads_to_no_payload_of_another_prefix() -> None:
     assert directory.match(ScopedTokens.of([1, 2, 1, 2, 3, 4], A, BLOCK), 2, keys[1:]) == []
 
 
+def test_a_key_that_is_anothers_keeps_nothing_out_that_stands_before_it() -> None:
+    """The path's end is found by its key, and is another's: what is really here is found all the same, and no more."""
+    directory = TierDirectory(8, BLOCK, ROOT)
+    head, own, last = blocks_of([1, 2, 3, 4, 5, 6])
+    other = fill(directory, [7, 8, 9, 9])
+    forged = own._replace(key=blocks_of([7, 8, 9, 9])[1].key)
+    assert directory.find_path(path_of([head, forged, last])) == []
+    slot = directory.add(head, None)
+    assert directory.find_path(path_of([head, forged, last])) == [slot]
+    assert directory.find_path(path_of([head, forged])) == [slot]
+    assert directory.add(forged, slot) is None
+    assert match(directory, [7, 8, 9, 9]) == other
+    directory.check_integrity()
+
+
 def test_i4_nothing_is_added_without_its_parent_and_a_full_tier_evicts_leaves_only() -> None:
     directory = TierDirectory(3, BLOCK, ROOT)
-    orphan = path_of([1, 2, 3, 4])[1]
-    assert directory.add(orphan) is None
+    with pytest.raises(InvariantError, match="I4"):
+        directory.add(blocks_of([1, 2, 3, 4])[1], 0)
     first = fill(directory, [1, 2, 3, 4])
     assert fill(directory, [5, 6]) == [2]
     assert fill(directory, [7, 8]) == [first[1]]
@@ -100,11 +139,11 @@ def test_i4_nothing_is_added_without_its_parent_and_a_full_tier_evicts_leaves_on
 
 def test_making_room_for_a_child_does_not_take_its_parent() -> None:
     directory = TierDirectory(1, BLOCK, ROOT)
-    blocks = path_of([1, 2, 3, 4])
-    slot = directory.add(blocks[0])
+    blocks = blocks_of([1, 2, 3, 4])
+    slot = directory.add(blocks[0], None)
     assert slot is not None
     directory.ready(slot)
-    assert directory.add(blocks[1]) is None
+    assert directory.add(blocks[1], slot) is None
     assert directory.find(blocks[0].key) == slot
 
 
@@ -126,9 +165,9 @@ def test_a_pinned_slot_is_not_handed_out_again_even_when_its_block_is_erased() -
     (slot,) = fill(directory, [1, 2])
     directory.pin(slot)
     assert directory.erase(Selection()) == [slot]
-    assert directory.add(path_of([5, 6])[0]) is None
+    assert directory.add(blocks_of([5, 6])[0], None) is None
     directory.unpin(slot)
-    assert directory.add(path_of([5, 6])[0]) == slot
+    assert directory.add(blocks_of([5, 6])[0], None) == slot
     directory.unpin(slot)
     with pytest.raises(InvariantError, match="I8"):
         directory.unpin(slot)
@@ -172,6 +211,8 @@ class Entry:
 class DirectoryMachine(RuleBasedStateMachine):
     """Adds, completions, failures, pins, removals and erasures in any order over a few slots."""
 
+    digest: Digest = staticmethod(honest)
+
     def __init__(self) -> None:
         super().__init__()
         self.directory = TierDirectory(6, BLOCK, ROOT)
@@ -181,25 +222,34 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def _forget_evicted(self) -> None:
         for name, entry in list(self.entries.items()):
-            key = path_of(list(entry.tokens), entry.scope)[-1].key
+            key = blocks_of(list(entry.tokens), entry.scope, None, self.digest)[-1].key
             if self.directory.find(key) != entry.slot:
                 assert entry.ready, "something that was being filled was evicted"
                 assert not entry.pins, "something pinned was evicted"
                 del self.entries[name]
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=2, max_size=8), scope=st.sampled_from([A, B]))
+    def _here(self, tokens: list[int], scope: bytes) -> list[Entry]:
+        """Of a path's first blocks, those that are here."""
+        names = [(tuple(tokens[:end]), scope) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+        return [self.entries[name] for name in takewhile(self.entries.__contains__, names)]
+
+    @rule(tokens=st.lists(st.integers(0, 2), min_size=2, max_size=8), scope=st.sampled_from([A, B]))
     def add(self, tokens: list[int], scope: bytes) -> None:
-        for block in path_of(tokens, scope):
-            name = tuple(tokens[: (block.depth + 1) * BLOCK]), scope
-            if name in self.entries:
-                continue
-            slot = self.directory.add(block)
+        blocks = blocks_of(tokens, scope, None, self.digest)
+        slots = self.directory.find_path(path_of(blocks))
+        assert slots == [entry.slot for entry in self._here(tokens, scope)]
+        for depth, block in enumerate(blocks[len(slots) :], len(slots)):
+            is_taken = self.directory.find(block.key) is not None
+            slot = self.directory.add(block, slots[-1] if slots else None)
             self._forget_evicted()
             if slot is None:
                 return
+            assert not is_taken
             assert slot not in {entry.slot for entry in [*self.entries.values(), *self.zombies]}
             assert slot not in self.private
+            name = tuple(tokens[: (depth + 1) * BLOCK]), scope
             self.entries[name] = Entry(name[0], scope, slot, pins=1)
+            slots.append(slot)
 
     def _pick(self, data: st.DataObject, **wanted: bool) -> Entry | None:
         found = [entry for entry in self.entries.values() if entry.ready == wanted.get("ready", entry.ready)]
@@ -274,13 +324,11 @@ class DirectoryMachine(RuleBasedStateMachine):
     @invariant()
     def i5_and_i8_only_what_is_ready_is_found_in_its_own_scope(self) -> None:
         for tokens, scope in self.entries:
-            names = [(tokens[:end], scope) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
-            expected: list[int] = []
-            for name in names:
-                if not self.entries[name].ready:
-                    break
-                expected.append(self.entries[name].slot)
-            assert match(self.directory, list(tokens), scope) == expected
+            twin = [*tokens]
+            twin[0] ^= 1
+            for asked, who in ((list(tokens), A), (list(tokens), B), (twin, scope)):
+                expected = [entry.slot for entry in takewhile(lambda entry: entry.ready, self._here(asked, who))]
+                assert match(self.directory, asked, who, digest=self.digest) == expected
 
     @invariant()
     def i1_integrity(self) -> None:
@@ -291,3 +339,13 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 TestDirectoryMachine = DirectoryMachine.TestCase
 TestDirectoryMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+class CollidingDirectoryMachine(DirectoryMachine):
+    """The same with paths of the same keys: the first to come is here, and the others are not."""
+
+    digest = staticmethod(blunt)
+
+
+TestCollidingDirectoryMachine = CollidingDirectoryMachine.TestCase
+TestCollidingDirectoryMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
