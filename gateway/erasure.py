@@ -1,7 +1,10 @@
 """Documents that were deleted, erased from the engine's cache in every tier; told to the engine until it has done so.
 
     delete ──► noted in Redis ──► Erase ──► Erased: count, note removed
-                                   └ engine away: the note stays, and a task tries again
+                                   └ engine away: the note falls due, and a task of some gateway tries again
+
+A note is due when nobody is asking any more, so that the blocks are counted by who deletes them, and not by a task that
+came in between: else a document that was there would be answered as unknown.
 
 Which tenant's KV is meant is said by its id, not by scopes: what a client narrowed has scopes that only it can name.
 """
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,8 +28,9 @@ from retrieval.redis_commands import RedisCommands
 
 logger = logging.getLogger(__name__)
 
-KEY = "rg:retrieval:erasures"
+KEY = "rg:retrieval:erasures_due"  # a sorted set of notes, by when they are due, in Unix seconds
 _RETRY_SECONDS = 5.0
+_ASKING_SECONDS = 60.0  # longer than the engine is waited for; then who asked has died
 
 
 class Erasure:
@@ -49,7 +54,7 @@ class Erasure:
             return 0
         request = Erase(erase_id=uuid.uuid4().hex, owner=owner, document_ids=tuple(document_ids))
         note = msgspec.json.encode(request)
-        await self._redis.run("SADD", KEY, note)
+        await self._redis.run("ZADD", KEY, time.time() + _ASKING_SECONDS, note)
         return await self._ask(request, note)
 
     async def _ask(self, request: Erase, note: bytes) -> int | None:
@@ -57,13 +62,14 @@ class Erasure:
             erased = await self._engine.erase(request)
         except RadixgateError as error:
             logger.warning("the KV of %d deleted documents is still to be erased: %s", _count(request), error)
+            await self._redis.run("ZADD", KEY, "XX", 0, note)
             return None
-        await self._redis.run("SREM", KEY, note)
+        await self._redis.run("ZREM", KEY, note)
         return erased.num_blocks
 
     async def catch_up(self) -> None:
-        """Tries again what is noted, also what somebody is asking just now: hence under an id of its own."""
-        for note in await self._redis.texts("SMEMBERS", KEY):
+        """Tries again what is due, each time under an id of its own: other gateways may be trying it, too."""
+        for note in await self._redis.texts("ZRANGEBYSCORE", KEY, "-inf", time.time()):
             noted = msgspec.json.decode(note, type=Erase)
             await self._ask(msgspec.structs.replace(noted, erase_id=uuid.uuid4().hex), note.encode())
 
