@@ -421,17 +421,36 @@ class LLMEngine:
 
     @property
     def is_restoring(self) -> bool:
-        """Whether what an earlier life left is still coming back from the disk."""
-        return self.tiers is not None and self.tiers.is_restoring
+        """Whether what an earlier life left is still coming back."""
+        return self.tiers is not None and (self.tiers.is_restoring or self.scheduler.manager.is_promoting)
 
     def _move_blocks(self) -> None:
         assert self.tiers is not None
         self.tiers.poll()
         if not self.tiers.is_busy:
             self.scheduler.manager.continue_to_persist()
+            self._promote()
         self._carry_out_offloads()
         self._settle_transfers()
         self.tiers.finish_erasures()
+
+    def _promote(self) -> None:
+        """One path that an earlier life has left in host memory goes on to the device."""
+        assert self.tiers is not None
+        manager = self.scheduler.manager
+        promotion = manager.begin_promotion()
+        if promotion is None:
+            return
+        output = SchedulerOutput(fetches=promotion.fetches)
+        self.tiers.begin_step(output)
+        try:
+            self.runner.launch(output)
+        except Exception as error:  # noqa: BLE001  whatever it was: the path stays where it is
+            self._fail_step(output, [], error)
+            manager.end_promotion(promotion, arrived=False)
+        else:
+            manager.end_promotion(promotion, arrived=True)
+            self._settle_transfers()
 
     def persist(self) -> None:
         """Bring what the device holds to the disk, a part at a time, while `idle` is called."""

@@ -49,6 +49,7 @@ from engine.eviction import Policy
 from engine.prefix_index import MissReason, Node, PrefixIndex, PrefixMatch
 from engine.protocol import ExplainedPart, PromptAccount, TenantPolicy
 from engine.request import Request, SwappedBlocks
+from engine.scoped_tokens import ScopedTokens
 from engine.tiers.tiered_cache import NO_MATCH, READ_PATIENCE, PartialBlock, TieredCache, TierMatch
 
 MAX_READS = 2  # times a request waits for the disk; then it computes what is still not there
@@ -92,6 +93,17 @@ class CachedPrefix:
 
 
 @dataclass(slots=True, frozen=True)
+class Promotion:
+    """A path of host memory on its way to the device, for nobody yet: what `end_promotion` needs."""
+
+    tokens: ScopedTokens
+    node: Node  # locked: the end of what the device has of it
+    shared: array[int]  # the blocks up to there
+    fresh: array[int]
+    fetches: list[BlockFetch]
+
+
+@dataclass(slots=True, frozen=True)
 class Admission:
     """What has to be done before the step that follows."""
 
@@ -130,6 +142,7 @@ class KVCacheManager:
         # Blocks that running requests are about to compute, by key: who else wants one waits for it.
         self._computing: dict[bytes, Request] = {}
         self._unpersisted: list[Node] = []  # ends of paths that are to be on disk, the next one last
+        self._unpromoted: list[int] = []  # ends of paths that are to be on the device, as host slots, the next one last
         self.popularity = DocumentPopularity()
 
     def set_policy(self, tenant_id: str, policy: TenantPolicy) -> None:
@@ -613,6 +626,62 @@ class KVCacheManager:
     def continue_to_persist(self) -> None:
         while self._unpersisted and self.persist(self._unpersisted[-1]):
             self._unpersisted.pop()
+
+    def begin_promotion(self) -> Promotion | None:
+        """After a restart: blocks for the next of the paths that were used last, so that they are back on the device
+        before they are asked for. Only free blocks, and no more than half of all; None when there is no more to do."""
+        assert self.tiers is not None
+        if leaves := self.tiers.take_preloaded():
+            self._unpromoted = self._that_fit(leaves)
+        while self._unpromoted:
+            slots = self.tiers.host.slots_to(self._unpromoted.pop())
+            if not self.caching or not all(map(self.tiers.host.is_ready, slots)):
+                continue  # other payloads have taken their place
+            tokens = self.tiers.host.sequence_of(slots)
+            match = self.index.match_prefix(tokens, len(tokens))
+            missing = slots[len(match.block_ids) :]
+            if not missing or len(missing) > self._room_for_promotions:
+                continue
+            node = self.index.lock(match)
+            self.pool.acquire(match.block_ids)
+            fresh = self.pool.allocate(len(missing))
+            self.tiers.note_promotion(missing)
+            fetches = [BlockFetch(slot, block) for slot, block in zip(missing, fresh, strict=True)]
+            return Promotion(tokens, node, match.block_ids, fresh, fetches)
+        return None
+
+    def _that_fit(self, leaves: list[int]) -> list[int]:
+        """Of the ends of paths, the one used last first, those that there is room for. They are taken from the end: the
+        path used last comes last, and so is the last to be evicted."""
+        assert self.tiers is not None
+        room, fit = self._room_for_promotions, list[int]()
+        for leaf in leaves:
+            room -= (
+                self.tiers.host.depth(leaf) + 1
+            )  # what paths share is counted for each: there is more room, not less
+            if room < 0:
+                break
+            fit.append(leaf)
+        return fit
+
+    @property
+    def _room_for_promotions(self) -> int:
+        return self.pool.num_free - self.pool.num_blocks // 2
+
+    def end_promotion(self, promotion: Promotion, *, arrived: bool) -> None:
+        """Its blocks are findable, or free again."""
+        node, first = promotion.node, len(promotion.shared)
+        if arrived:
+            keys = self.index.chain_keys(node.last_key, promotion.tokens, first, first + len(promotion.fresh))
+            done = self.index.insert_prefix(node, promotion.tokens, first, keys, promotion.fresh)
+            self.pool.mark_indexed(promotion.fresh[: done.num_blocks])
+            node = done.node
+        self.index.unlock(node)
+        self.pool.release(promotion.shared + promotion.fresh)
+
+    @property
+    def is_promoting(self) -> bool:
+        return bool(self._unpromoted)
 
     @property
     def is_persisting(self) -> bool:

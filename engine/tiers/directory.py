@@ -513,6 +513,17 @@ class TierDirectory:
         slots.reverse()
         return slots
 
+    def sequence_of(self, slots: list[int]) -> ScopedTokens:
+        """What a request over the blocks of these slots, from a first block on, would have brought.
+
+        Where tenants share a scope, its blocks may have several owners; a request has one, here that of the last block.
+        """
+        owners = {self.scope(slot): self.owner(slot) for slot in slots}
+        blocks = [(self.tokens(slot), self.scope(slot), owners[self.scope(slot)]) for slot in slots]
+        size = self._stride // TOKEN_BYTES
+        documents = [(block * size, key) for block, slot in enumerate(slots) for key in self.documents(slot)]
+        return ScopedTokens(size, blocks, documents)
+
     def path_of(self, slots: list[int]) -> BlockPath:
         """Of slots from a first block on."""
         spans, end = list[tuple[bytes, int]](), 0

@@ -122,7 +122,8 @@ class TieredCache:
         erasures: ErasureLog | None = None,
         preload: bool = False,
     ) -> None:
-        """`preload`: after a restart, what was used last is brought from disk to host memory before it is asked for."""
+        """`preload`: after a restart, what was used last is brought from disk to host memory before it is asked for.
+        `take_preloaded` tells what that is."""
         self.host_slab = host
         self.block_size = block_size
         self.host = TierDirectory(host.num_slots, block_size, root_key, policy)
@@ -133,6 +134,8 @@ class TieredCache:
         self._erasures = erasures
         self._restores = preload and disk is not None  # until what was used last has been brought to host memory
         self._preload: list[int] = []  # disk slots of leaves, the next one last
+        self._brought: list[bytes] = []  # keys of those whose turn was, the one used last first
+        self._is_preloaded = False  # all are there, and `take_preloaded` has not said so yet
         self._offloads: list[BlockOffload] = []
         self._writes: dict[int, int] = {}  # host slot whose offload is awaited → disk slot to write it to
         self._transit: set[int] = set()  # private host slots on their way to the disk
@@ -319,10 +322,18 @@ class TieredCache:
 
     def note_fetch(self, host_slots: list[int]) -> None:
         """These pinned slots are fetched by the step that is being put together: pinned until it has ended."""
-        self._pinned += host_slots
-        self.counters.bytes_read += len(host_slots) * self.host_slab.block_bytes
+        self._note_pinned(host_slots)
         if host_slots:
             self.host.touch(host_slots[-1], hit=True)
+
+    def note_promotion(self, host_slots: list[int]) -> None:
+        """These are fetched before anybody asks for them, which is no use of them: pinned as by `note_fetch`."""
+        self.pin(host_slots)
+        self._note_pinned(host_slots)
+
+    def _note_pinned(self, host_slots: list[int]) -> None:
+        self._pinned += host_slots
+        self.counters.bytes_read += len(host_slots) * self.host_slab.block_bytes
 
     # ------------------------------------------------------------------ swap
 
@@ -443,8 +454,9 @@ class TieredCache:
     def _continue_preload(self) -> None:
         """A few blocks at a time, so that a request that needs the disk does not wait behind them."""
         assert self.disk is not None
-        if self.disk.directory is not None and not self._preload and not self.disk.pending_read_bytes:
-            self._restores = False
+        is_idle = self.disk.directory is not None and not self._preload and not self.disk.pending_read_bytes
+        if is_idle and self._restores:
+            self._restores, self._is_preloaded = False, True
         while self._preload and self.disk is not None and self.disk.directory is not None:
             if self.disk.pending_read_bytes >= _PRELOAD_DEPTH * self.host_slab.block_bytes:
                 return
@@ -454,6 +466,15 @@ class TieredCache:
             leaf = self._preload.pop()
             if self.disk.directory.is_ready(leaf):
                 self.start_reads(TierMatch(disk_slots=[leaf]))
+                self._brought.append(self.disk.directory.key(leaf))
+
+    def take_preloaded(self) -> list[int]:
+        """Once all are there, and only once: the ends of the paths that an earlier life left, as host slots, the one
+        used last first."""
+        if not self._is_preloaded:
+            return []
+        keys, self._brought, self._is_preloaded = self._brought, [], False
+        return [slot for key in keys if (slot := self.host.find(key)) is not None]
 
     def _read(self, done: IoDone) -> None:
         slot = done.job.host_slot
@@ -466,6 +487,8 @@ class TieredCache:
     @property
     def is_restoring(self) -> bool:
         """Whether what an earlier life left is still coming back: a request now may find less, and wait longer."""
+        if self._is_preloaded:
+            return True
         return self._restores and self.disk is not None and (self.disk.directory is not None or self.disk.is_loading)
 
     @property

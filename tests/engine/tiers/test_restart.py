@@ -136,22 +136,6 @@ def test_i5_after_a_restart_too_a_tenant_finds_only_its_own(tmp_path: Path, stor
         assert ask(second, PROMPT, SCOPE_A) == 40
 
 
-def test_what_was_used_last_is_in_host_memory_before_it_is_asked_for(tmp_path: Path, store: StoreProcess) -> None:
-    first = TieredEngine(tmp_path, store.url, big()).loaded()
-    ask(first, PROMPT)
-    first.harness.engine.close()
-    options = big("two")
-    options.preload = True
-    with TieredEngine(tmp_path, store.url, options) as second:
-        assert second.harness.engine.is_restoring
-        second.wait_until(lambda: not second.harness.engine.is_restoring)
-        name = second.harness.submit(PROMPT, 3)
-        second.harness.run()
-        assert (second.harness.accounts[name].host, second.harness.accounts[name].disk) == (40, 0)
-        assert second.harness.tokens_of(name) == expect(PROMPT, 3)
-        second.harness.check()
-
-
 def test_preloading_fills_no_more_than_half_of_the_host_tier(tmp_path: Path, store: StoreProcess) -> None:
     first = TieredEngine(tmp_path, store.url, big()).loaded()
     for n in range(5):
