@@ -3,7 +3,7 @@
 #   make serve    a running gateway over a real small model      SERVE_ARGS="--port 9000"
 #   make test     lint, types, tests                             PYTEST_ARGS="-k index"
 #   make lint     ruff and pyright only
-#   make gpu      all that needs a GPU: tests, bench.kernels, bench.engine; GPU_PYTHON= an interpreter with a CUDA build of torch
+#   make gpu      all that needs a GPU: tests, bench.kernels, bench.engine. Sets nothing up where PYTHON's own torch has a GPU
 #   make kernels-report   compile every kernel for sm_80, sm_90, sm_100, and write the tables of docs/kernels.md anew
 
 SHELL := /bin/sh
@@ -12,7 +12,6 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SERVE_ARGS ?=
-GPU_PYTHON ?= $(BIN)/python
 PYTEST_ARGS ?=
 # Only for its copy of the compose specification's schema, which a test validates compose.yaml with.
 SCHEMA_WHEEL := docker-compose==1.29.2
@@ -58,9 +57,11 @@ format: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Sets nothing up where another interpreter is given: a GPU machine brings its own torch.
-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
-	$(GPU_PYTHON) -m bench.gpu
+# A machine with a GPU brings a CUDA build of torch, and with Triton and transformers beside it all that is needed.
+gpu:
+	@if $(PYTHON) -c 'import sys, torch, triton, transformers; sys.exit(not torch.cuda.is_available())' 2>/dev/null; \
+	then exec $(PYTHON) -m bench.gpu; \
+	else $(MAKE) --no-print-directory setup && exec $(BIN)/python -m bench.gpu; fi
 
 kernels-report: $(STAMP)
 	$(BIN)/python -m kernels.compile_report --processes 2

@@ -9,7 +9,8 @@ about 1,000 tokens, and the device's own work is the sum of its kernels by torch
 where it waits: `wait_ms` above 0. On a CPU the shapes are small, and the model's step is the device's own work.
 
 JSON: `ttft_cold_ms`, `ttft_warm_ms`, `warm_share` (warm over cold), `step_ms`, `device_ms`, `device_share` (of the step
-the device's own work), `host_ms`, `wait_ms`, `graphs` (the captured sizes), `shape`, `device`.
+the device's own work), `host_ms`, `wait_ms`, `graphs` (the captured sizes), `shape`, `device`, `stand_ins` (packages
+that are not installed, and that the host's work was done without: `bench/bare_imports.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_utils import PreTrainedModel
 
+import bench.bare_imports
 from engine.batch import SchedulerOutput, StepResult, TransferReport
 from engine.build import assemble_engine
 from engine.engine import LLMEngine, Runner
@@ -266,7 +268,7 @@ def run(shape: Shape, device: torch.device, *, enforce_eager: bool, async_schedu
     assert isinstance(runner, ModelRunner)
     results = bench_first_token(engine, shape, rng) | bench_decode(engine, runner, shape, rng)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"shape": shape.name, "device": name, **results}
+    return {"shape": shape.name, "device": name, **results, "stand_ins": bench.bare_imports.stand_ins()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,9 +23,7 @@ from engine.tiers.disk_slab import DiskSlab, slab_path
 from engine.tiers.disk_tier import DiskTier
 from engine.tiers.erasures import ErasureLog
 from engine.tiers.host_slab import HostSlab, allocate_host_memory
-from engine.tiers.index_store import IndexStore, SlabLayout
 from engine.tiers.io_thread import IoThread
-from engine.tiers.journal import Journal
 from engine.tiers.slab import SlabError
 from engine.tiers.tiered_cache import TieredCache
 
@@ -115,6 +113,10 @@ def open_disk_tier(settings: Settings, info: EngineInfo, block_bytes: int) -> Di
     except SlabError as error:
         logger.error("no disk tier: %s", error.message)
         return None
+    # Here, because they bring a store's client, which an engine without a disk tier does without.
+    from engine.tiers.index_store import IndexStore, SlabLayout
+    from engine.tiers.journal import Journal
+
     layout = SlabLayout(slab.slab_id, info.fingerprint, slab.manifest.host, num_slots, info.block_size)
     ttl_seconds = settings.tiers.ttl_days * 86_400
     root_key, policy = bytes.fromhex(info.fingerprint), settings.engine.eviction_policy

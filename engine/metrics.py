@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from engine.engine import LLMEngine
 from engine.eviction import Owner
 from engine.protocol import IndexStats, LatencyStats, TierStats
-from engine.tiers.journal import JournalState
+from engine.tiers.journal_state import JournalState
 
 OTHER = "other"
 _STEP_BUCKETS = (0.0002, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from gguf import GGUFReader
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from tokenizers import Tokenizer
@@ -291,6 +290,9 @@ def _load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
 
 
 def _gguf_pre_tokenizer(path: Path) -> str | None:
+    # Here, because only a GGUF file needs its reader.
+    from gguf import GGUFReader
+
     entry = GGUFReader(path).get_field("tokenizer.ggml.pre")
     return None if entry is None else str(entry.contents())
 

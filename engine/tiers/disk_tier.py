@@ -14,6 +14,7 @@ import logging
 import random
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.erasure import Selection
 from engine.errors import InvariantError
@@ -22,10 +23,13 @@ from engine.tiers.directory import TierDirectory
 from engine.tiers.disk_slab import DiskSlab
 from engine.tiers.index_record import RecordFormat, names_of
 from engine.tiers.io_thread import IoDone, IoJob, IoKind, IoThread
-from engine.tiers.journal import Journal, JournalState, JournalStats
+from engine.tiers.journal_state import JournalState, JournalStats
 from engine.tiers.latencies import Latencies
 from engine.tiers.names import Name
 from engine.tiers.slab import SlabReadError
+
+if TYPE_CHECKING:  # it brings a store's client, which an engine without a disk tier does without
+    from engine.tiers.journal import Journal
 
 logger = logging.getLogger(__name__)
 

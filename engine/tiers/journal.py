@@ -20,38 +20,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 
 import redis
 
 from engine.tiers.directory import TierDirectory
 from engine.tiers.index_loader import LoadedIndex, load_index
 from engine.tiers.index_store import IndexStore
+from engine.tiers.journal_state import JournalState, JournalStats
 
 logger = logging.getLogger(__name__)
 
 BATCH = 2_048  # records
 MAX_PENDING = 65_536  # records
 RETRY_SECONDS = (0.05, 2.0)  # first, and at most
-
-
-class JournalState(Enum):
-    LOADING = "loading"  # the index of an earlier life is being read, or waited for
-    OK = "ok"
-    AWAY = "away"  # the store does not answer; what is to be written waits
-    STALE = "stale"  # a newer incarnation has the index
-    CLOSED = "closed"
-
-
-@dataclass(slots=True, frozen=True)
-class JournalStats:
-    state: JournalState
-    num_pending: int
-    lag_seconds: float  # age of the oldest record that waits
-    num_published: int
-    num_failures: int
-    num_resyncs: int
 
 
 class Journal:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from bench.engine import Shape, run
 from bench.gpu import PARTS, Part, run_all
@@ -28,6 +33,7 @@ def test_the_report_has_every_part_also_those_that_failed(tmp_path: Path, capsys
     parts = (
         Part("good", ("-c", "print('a table'); print('{\"share\": 0.9}')"), 60),
         Part("bad", ("-c", "print('it broke'); raise SystemExit(3)"), 60),
+        Part("absent", ("-c", "print('never run')"), 60, needs=("sys", "no_such_module")),
         Part("endless", ("-c", "import time; print('begun', flush=True); time.sleep(600)"), 1.5),
     )
     assert not run_all(parts, tmp_path, tmp_path / "out", "a GPU")
@@ -35,10 +41,57 @@ def test_the_report_has_every_part_also_those_that_failed(tmp_path: Path, capsys
     assert report["gpu"] == "a GPU"
     assert (report["good"]["passed"], report["good"]["figures"]) == (True, {"share": 0.9})
     assert (report["bad"]["passed"], report["endless"]["passed"]) == (False, False)
+    assert report["absent"]["passed"] is None
     table = (tmp_path / "out" / "gpu.txt").read_text()
-    assert all(text in table for text in ("a table", "it broke", "begun", "stopped after"))
+    assert all(text in table for text in ("a table", "it broke", "begun", "stopped after", "no_such_module"))
+    assert "never run" not in table
     assert "FAILED" in capsys.readouterr().out
 
 
 def test_its_limits_end_within_eight_minutes() -> None:
     assert sum(part.seconds for part in PARTS) < 480
+
+
+# ---------------------------------------------------------------- with torch, Triton and transformers alone
+
+ROOT = Path(__file__).parents[2]
+BENCH = """
+import torch, bench.gpu, bench.kernels
+from bench.engine import Shape, run
+tiny = Shape("tiny", 2, 32, 64, 4, 2, 128, prefix=64, tail=8, batch=3, context=20, steps=4)
+torch.set_num_threads(1)
+print(run(tiny, torch.device("cpu"), enforce_eager=False, async_scheduling=True)["stand_ins"])
+"""
+
+
+def with_dependencies(names: tuple[str, ...]) -> dict[str, metadata.Distribution]:
+    found: dict[str, metadata.Distribution] = {}
+    todo = [Requirement(name) for name in names]
+    while todo:
+        wanted = todo.pop()
+        if wanted.name in found or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        found[wanted.name] = metadata.distribution(wanted.name)
+        todo += [Requirement(text) for text in found[wanted.name].requires or ()]
+    return found
+
+
+@pytest.fixture
+def bare_packages(tmp_path: Path) -> Path:
+    """A directory of packages that holds these three and what they need themselves."""
+    for distribution in with_dependencies(("torch", "triton", "transformers")).values():
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (tmp_path / top).exists():
+                (tmp_path / top).symlink_to(str(distribution.locate_file(top)))
+    assert not any((tmp_path / name).exists() for name in ("msgspec", "xxhash", "redis", "gguf"))
+    return tmp_path
+
+
+def test_the_benches_need_torch_triton_and_transformers_alone(bare_packages: Path) -> None:
+    """A machine with a GPU is lent with these three, and without a network to fetch more."""
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{bare_packages}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", BENCH], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[-2] == "['msgspec', 'xxhash']"
