@@ -103,6 +103,8 @@ def random_model(shape: Shape, device: torch.device) -> LoadedModel:
         max_model_len=shape.max_model_len,
         vocab_size=shape.vocab_size,
         dtype=dtype,
+        kv_dtype=dtype,
+        kv_scales=None,
         device=device,
         eos_token_ids=(0,),
         tokenizer_json=_word_tokenizer(shape.vocab_size).to_str().encode(),

@@ -1,13 +1,14 @@
 """Each kernel on this GPU against the reference, before its speed is looked at. Needs torch and Triton only.
 
 The tests of the kernels (`tests/kernels/triton`) say more; these run wherever the bench does. Slots that no sequence
-owns are NaN, so that a kernel that reads one shows it.
+owns are NaN (127 in int8), so that a kernel that reads one shows it.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from kernels import reference
 from kernels.block_copier import BlockCopier, BlockMove
 from kernels.heuristics import DeviceModel
 from kernels.metadata import AttentionMetadata
+from kernels.quantization import quantize
 from kernels.rerotation import RotationTable, rerotate
 from kernels.triton_attention import TritonAttention
 
@@ -34,6 +36,7 @@ class Case:
     sinks: bool = False
     shared: int = 0  # keys that all sequences have in the same blocks
     dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None  # 8-bit elements; None: `dtype`
 
 
 CASES = {
@@ -45,6 +48,9 @@ CASES = {
     "window, cap, sinks": Case(((3000, 1), (500, 200)), head_dim=256, sliding_window=512, soft_cap=50.0, sinks=True),
     "blocks of 256, heads of 80": Case(((3000, 1), (500, 200)), head_dim=80, block_size=256, group=1),
     "shared prefix": Case(((2100, 1),) * 9, shared=2048),
+    "int8 KV": Case(((700, 300), (900, 1), (5000, 1), (90, 7)), kv_dtype=torch.int8),
+    "fp8 KV": Case(((700, 300), (900, 1), (5000, 1), (90, 7)), kv_dtype=torch.float8_e4m3fn),
+    "fp8 KV, shared prefix": Case(((2100, 1),) * 9, shared=2048, kv_dtype=torch.float8_e4m3fn),
     "fp16": Case(((700, 100), (900, 1)), dtype=torch.float16),
     "fp32": Case(((700, 100), (900, 1)), dtype=torch.float32),
 }
@@ -52,20 +58,25 @@ CASES = {
 
 def run_checks(device: DeviceModel) -> int:
     """How many passed. Raises AssertionError for the first that does not."""
-    for name, case in CASES.items():
+    cases = {name: case for name, case in CASES.items() if case.kv_dtype != torch.float8_e4m3fn or device.has_fp8}
+    for name, case in cases.items():
         _check_attention(name, case, device)
     _check_captured_step(device)
     _check_moves(device)
-    return len(CASES) + 2
+    return len(cases) + 2
 
 
 def _check_attention(name: str, case: Case, device: DeviceModel) -> None:
-    kv_cache, metadata = _cache(case)
+    scales = None if case.kv_dtype is None else torch.rand(2, 2, case.num_kv_heads, device="cuda") * 0.02 + 0.01
+    kv_cache, metadata = _cache(case, scales)
     num_heads = case.num_kv_heads * case.group
     query = torch.randn(metadata.slot_mapping.shape[0], num_heads, case.head_dim, device="cuda").to(case.dtype)
     key, value = (torch.randn(len(query), case.num_kv_heads, case.head_dim, device="cuda") for _ in range(2))
-    kernels = TritonAttention(device, min_shared_saving=1024)
-    kernels.store_kv(key.to(case.dtype), value.to(case.dtype), kv_cache, 1, metadata.slot_mapping)
+    key, value = key.to(case.dtype), value.to(case.dtype)
+    kernels = TritonAttention(device, min_shared_saving=1024, kv_scales=scales)
+    if scales is not None:
+        _check_quantized_store(name, kernels, key, value, kv_cache.clone(), metadata.slot_mapping, scales)
+    kernels.store_kv(key, value, kv_cache, 1, metadata.slot_mapping)
     sinks = torch.randn(num_heads, device="cuda").to(case.dtype) if case.sinks else None
     results = [
         attention(
@@ -78,13 +89,33 @@ def _check_attention(name: str, case: Case, device: DeviceModel) -> None:
             soft_cap=case.soft_cap,
             sinks=sinks,
         )
-        for attention in (kernels.paged_attention, reference.paged_attention)
+        for attention in (kernels.paged_attention, partial(reference.paged_attention, kv_scales=scales))
     ]
     assert kernels.shares_now == bool(case.shared), name
     _assert_close(name, results[0], results[1], _TOLERANCE[case.dtype])
 
 
-def _cache(case: Case) -> tuple[torch.Tensor, AttentionMetadata]:
+def _check_quantized_store(
+    name: str,
+    kernels: TritonAttention,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
+    """The reference's elements, or their neighbours: a GPU's quotient may be on the other side of a border."""
+    blocks, offsets = slots // kv_cache.shape[3], slots % kv_cache.shape[3]
+    stored: list[torch.Tensor] = []
+    for store in (kernels.store_kv, partial(reference.store_kv, kv_scales=scales)):
+        store(key, value, kv_cache, 1, slots)
+        stored.append(kv_cache[blocks, 1, :, offsets].float())
+    step = 1.0 if kv_cache.dtype == torch.int8 else stored[1].abs() / 8 + 2.0**-9
+    assert bool(((stored[0] - stored[1]).abs() <= step).all()), f"{name}: stored elements"
+    assert float((stored[0] != stored[1]).float().mean()) < 0.01, f"{name}: stored elements"
+
+
+def _cache(case: Case, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, AttentionMetadata]:
     counts = [-(-(cached + new) // case.block_size) for cached, new in case.lengths]
     blocks = list(range(1, sum(counts) + 1))
     random.Random(0).shuffle(blocks)
@@ -97,10 +128,13 @@ def _cache(case: Case) -> tuple[torch.Tensor, AttentionMetadata]:
     cached, new = [each[0] for each in case.lengths], [each[1] for each in case.lengths]
     metadata = AttentionMetadata.build(tables, cached, new, case.block_size, "cuda")
     shape = (sum(counts) + 1, 2, 2, case.block_size, case.num_kv_heads, case.head_dim)
-    kv_cache = torch.full(shape, torch.nan, dtype=case.dtype, device="cuda")
+    dtype = case.kv_dtype or case.dtype
+    kv_cache = torch.full(shape, 127 if dtype == torch.int8 else torch.nan, dtype=dtype, device="cuda")
     owned = AttentionMetadata.build(tables, [0] * len(tables), cached, case.block_size, "cuda").slot_mapping
-    rows = torch.randn(len(owned), 2, case.num_kv_heads, case.head_dim, device="cuda").to(case.dtype)
-    kv_cache[owned // case.block_size, 1, :, owned % case.block_size] = rows
+    rows = torch.randn(2, len(owned), case.num_kv_heads, case.head_dim, device="cuda").to(case.dtype)
+    for part in range(2):
+        stored = rows[part] if scales is None else quantize(rows[part], scales[1, part], dtype)
+        kv_cache[owned // case.block_size, 1, part, owned % case.block_size] = stored
     return kv_cache, metadata
 
 

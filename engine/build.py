@@ -42,7 +42,13 @@ def build_engine(settings: Settings, progress: Progress) -> LLMEngine:
 def load_share(settings: Settings, device: torch.device, progress: Progress, ranks: RankGroup | None) -> LoadedModel:
     """The model, or this rank's share of it."""
     return load_model(
-        settings.model, device, settings.store.data_dir, progress, block_size=settings.engine.block_size, rank=ranks
+        settings.model,
+        device,
+        settings.store.data_dir,
+        progress,
+        block_size=settings.engine.block_size,
+        kv_cache_dtype=settings.engine.kv_cache_dtype,
+        rank=ranks,
     )
 
 

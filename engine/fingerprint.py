@@ -1,6 +1,6 @@
 """The model fingerprint: KV computed under one fingerprint is never read under another.
 
-    xxh3_128( format version · weights digest · configuration · RoPE parameters · dtype · tokenizer · KV layout )
+    xxh3_128( format · weights digest · configuration · RoPE parameters · dtype · tokenizer · KV layout · KV scales )
 
 Each part is hashed with its name and length, so that no two lists of parts run together into the same bytes.
 The weights are digested by content, not by file name or time: the same name with other weights is another model, and
@@ -31,6 +31,7 @@ def fingerprint(
     dtype: str,
     tokenizer_json: bytes,
     kv_layout: str,
+    kv_scales: bytes = b"",  # of KV in 8 bits
     format_version: int = FORMAT_VERSION,
 ) -> str:
     """32 hexadecimal digits; another value of any argument gives another."""
@@ -44,6 +45,8 @@ def fingerprint(
         "tokenizer": tokenizer_json,
         "kv_layout": kv_layout.encode(),
     }
+    if kv_scales:
+        parts["kv_scales"] = kv_scales
     digest = xxhash.xxh3_128()
     for name, content in parts.items():
         digest.update(f"{name}:{len(content)}:".encode())

@@ -35,8 +35,9 @@ from engine.embedded_model import EMBEDDED_MODEL_NAME, embedded_model_dir, split
 from engine.errors import ConfigError, ModelLoadError
 from engine.fingerprint import digest_files, fingerprint
 from engine.kv_cache import KVCacheLayout
+from engine.kv_quantization import check_kv_dtype, choose_kv_dtype, measure_scales
 from engine.load_progress import Progress, transformers_bars
-from engine.model_checks import AttentionFacts, check_config, max_context, own_logits, trace_attention, verify_paged
+from engine.model_checks import check_config, max_context, own_logits, trace_attention, verify_paged
 from engine.packed_linear import pack_linears
 from engine.settings import ModelSettings
 from engine.sharding import Rank, shard_model
@@ -65,6 +66,8 @@ class LoadedModel:
     max_model_len: int  # the model's own limit, in tokens
     vocab_size: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype  # of the KV cache's elements
+    kv_scales: torch.Tensor | None  # fp32 [num_layers, 2, num_kv_heads], of elements in 8 bits
     device: torch.device
     eos_token_ids: tuple[int, ...]
     tokenizer_json: bytes
@@ -74,7 +77,7 @@ class LoadedModel:
 
     @property
     def kv_layout(self) -> KVCacheLayout:
-        return KVCacheLayout(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype)
+        return KVCacheLayout(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.kv_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ def load_model(
     progress: Progress,
     *,
     block_size: int,
+    kv_cache_dtype: str = "auto",
     rank: Rank | None = None,
 ) -> LoadedModel:
     """Load, check and prove the model, or the share that `rank` has of it; `ModelLoadError` says why not."""
@@ -111,6 +115,7 @@ def load_model(
     if max_model_len < text.max_position_embeddings:
         logger.warning("%s: longrope changes its keys beyond %d tokens; that is its limit", source.name, max_model_len)
     dtype = choose_dtype(settings.dtype, config, device)
+    kv_dtype = choose_kv_dtype(kv_cache_dtype, dtype, device)
     tokenizer = _load_tokenizer(source)
     tokenizer_json = _tokenizer_json(tokenizer)
     # What several ranks share may be too large for any of them: it is cut before it leaves the host.
@@ -131,6 +136,11 @@ def load_model(
         )
     difference = verify_paged(model, facts, kernels, block_size, expected)
     logger.info("paged attention matches the model's own to %.1e in %s", difference, dtype)
+    text_tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+    kv_scales = measure_scales(model, facts, kernels, text_tokenizer, kv_dtype)
+    if kv_dtype != dtype:
+        difference = check_kv_dtype(model, facts, kernels, text_tokenizer, kv_dtype, kv_scales)
+        logger.info("KV in %s changes the model's logits by %.1e of their size", kv_dtype, difference)
     weights_digest = digest_files(source.weight_files, progress)
     progress("model ready", 1.0)
     return LoadedModel(
@@ -145,12 +155,22 @@ def load_model(
         max_model_len=max_model_len,
         vocab_size=text.vocab_size,
         dtype=dtype,
+        kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
         device=device,
         eos_token_ids=_eos_token_ids(model, text, tokenizer),
         tokenizer_json=tokenizer_json,
         chat_template=_chat_template(tokenizer, source),
         special_tokens=_special_tokens(tokenizer),
-        fingerprint=_fingerprint(facts, config, dtype, tokenizer_json, weights_digest, block_size),
+        fingerprint=fingerprint(
+            weights_digest=weights_digest,
+            config=config.to_dict(),
+            rope_parameters=getattr(text, "rope_parameters", None),
+            dtype=str(dtype),
+            tokenizer_json=tokenizer_json,
+            kv_layout=facts.layout(block_size, kv_dtype).describe(),
+            kv_scales=b"" if kv_scales is None else kv_scales.cpu().numpy().tobytes(),
+        ),
     )
 
 
@@ -329,21 +349,3 @@ def _eos_token_ids(
     if not ids:
         raise ModelLoadError(f"{type(model).__name__} names no end-of-turn token; its answers would never end")
     return tuple(sorted(ids))
-
-
-def _fingerprint(
-    facts: AttentionFacts,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    tokenizer_json: bytes,
-    weights_digest: str,
-    block_size: int,
-) -> str:
-    return fingerprint(
-        weights_digest=weights_digest,
-        config=config.to_dict(),
-        rope_parameters=getattr(config.get_text_config(decoder=True), "rope_parameters", None),
-        dtype=str(dtype),
-        tokenizer_json=tokenizer_json,
-        kv_layout=facts.layout(block_size, dtype).describe(),
-    )

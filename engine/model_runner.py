@@ -54,7 +54,14 @@ from kernels.upload import upload
 logger = logging.getLogger(__name__)
 
 # Of the largest value in a block: what rounding leaves between two ways to batch the same tokens.
-_KV_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# In 8 bits a rounding may have gone the other way: fp8's numbers are an eighth apart, int8's a 127th of the largest.
+_KV_TOLERANCE = {
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+    torch.float8_e4m3fn: 2e-1,
+    torch.int8: 7e-2,
+}
 
 
 class PendingStep:
@@ -226,7 +233,7 @@ def build_model_runner(
 ) -> ModelRunner:
     """Choose the kernels, size and allocate the KV cache, and put the runner together."""
     assert settings.block_size == loaded.block_size, "the model's fingerprint is for another block size"
-    kernels = select_kernels(loaded.device)
+    kernels = select_kernels(loaded.device, kv_scales=loaded.kv_scales)
     if loaded.device.type == "cuda":
         memory = _profile_memory(loaded, kernels, settings, progress)
         num_blocks = num_blocks_on_gpu(loaded.kv_layout, settings, memory)
@@ -260,7 +267,7 @@ def _capture_graphs(
     runner: ModelRunner, loaded: LoadedModel, settings: EngineSettings, max_model_len: int, progress: Progress
 ) -> None:
     """Decode goes on without graphs when the model cannot be captured: a log line says why."""
-    captured = select_kernels(loaded.device, shares_prefixes=False)
+    captured = select_kernels(loaded.device, shares_prefixes=False, kv_scales=loaded.kv_scales)
     shared = select_kernels(loaded.device) if loaded.has_full_attention else captured
     graphs = DecodeGraphs(
         lambda inputs: runner.forward(inputs, captured), shared.pays_to_share, loaded.block_size, loaded.device

@@ -64,6 +64,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     block_size: Positive = 16  # token slots in a block
     kv_cache_memory: Bytes = 1 << 30  # bytes of KV on CPU; TOML may say "1GiB"
+    kv_cache_dtype: Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"] = "auto"  # auto: the model's own
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the device, for weights + activations + KV
     enforce_eager: bool = False  # on a GPU: decode without captured graphs
     async_scheduling: bool = True  # on a GPU: the next step is prepared while one runs

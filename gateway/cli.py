@@ -38,6 +38,7 @@ SETTING_FLAGS = (
     ("--data-dir", "store.data_dir", "where models, store, secret and keys are kept"),
     ("--model", "model.path", '"embedded", a local directory, a .gguf file, or a hub id'),
     ("--device", "engine.device", "auto, cpu, cuda, cuda:N"),
+    ("--kv-cache-dtype", "engine.kv_cache_dtype", "auto, bf16, fp16, fp32, fp8, int8"),
     ("--tensor-parallel-size", "engine.tensor_parallel_size", "processes, each with a device and a share of the model"),
 )
 # The same, for settings that are on or off: the flag alone turns them on.

@@ -22,6 +22,8 @@ Rules:
    processor's cache between gather and product, a padded batch's do not (8 sequences of 1,800 keys: batched takes 1.2
    times as long in bf16, 1.9 times in fp32). At 100 keys a batch takes 0.6 of the time.
  - No slot outside [first, seq_len) is part of a product. The gather copies whole blocks, the rest is zeroed.
+ - 8-bit keys and values are widened in the gather. Their scales do not meet them: a head's is on its query rows, and
+   on its results, of which there are far fewer. In bf16 the widened elements are exact (fp8 has 4 bits, int8 8).
  - The workspace holds one sequence's K and V of one layer, and is reused by every layer. It is the kernel's own
    state: one instance belongs to one thread.
 
@@ -43,12 +45,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 
 from kernels import reference
 from kernels.metadata import AttentionMetadata
+from kernels.quantization import check_scales
 from kernels.query_runs import QueryRun, SequencePlan, plan_step
 from kernels.reference import SlotCopy
 
@@ -58,7 +62,9 @@ _ROWS_PER_THREAD = 32  # at least as many are a part of torch's SDPA
 class CpuAttention:
     """The kernels for CPU tensors. Not for two threads at once: they share a workspace."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_scales: torch.Tensor | None = None) -> None:
+        """`kv_scales`: fp32 [num_layers, 2, num_kv_heads], for a cache of 8-bit elements."""
+        self._kv_scales = kv_scales
         self._workspace = torch.empty(0)
         self._planned: AttentionMetadata | None = None
         self._plans: dict[tuple[int | None, int, torch.dtype], list[SequencePlan]] = {}
@@ -72,7 +78,7 @@ class CpuAttention:
         slot_mapping: torch.Tensor,
     ) -> None:
         # Steps on the CPU are never padded. An index_copy_ into a flat view takes as long.
-        reference.write_slots(key, value, kv_cache, layer, slot_mapping)
+        reference.write_slots(key, value, kv_cache, layer, slot_mapping, kv_scales=self._kv_scales)
 
     def copy_slots(self, kv_cache: torch.Tensor, copies: Iterable[SlotCopy]) -> None:
         reference.copy_slots(kv_cache, copies)
@@ -89,6 +95,7 @@ class CpuAttention:
         soft_cap: float | None,
         sinks: torch.Tensor | None,  # [num_heads]
     ) -> torch.Tensor:
+        check_scales(kv_cache, self._kv_scales)
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = kv_cache.shape[4]
         grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -96,15 +103,20 @@ class CpuAttention:
         sink_logits = None if sinks is None else sinks.view(num_kv_heads, -1)
         fused = soft_cap is None and sinks is None
         dtype = _product_dtype(query.dtype, kv_cache.dtype, fused)
+        scales = None if self._kv_scales is None else self._kv_scales[layer, :, :, None, None].to(dtype)
         for plan in self._plan(metadata, sliding_window, grouped.shape[2], dtype):
             key, value = self._gather(kv_cache, layer, plan, dtype)
             for run in plan.runs:
                 rows = _fold(grouped[run.rows], run, dtype)
+                if scales is not None:
+                    rows = rows * scales[0]
                 keys, values = key[:, run.keys], value[:, run.keys]
                 if fused:
                     attended = _fused(rows, keys, values, run, scale)
                 else:
                     attended = _explicit(rows, keys, values, run, scale, soft_cap, sink_logits)
+                if scales is not None:
+                    attended = attended * scales[1]
                 output[run.rows] = _unfold(attended, run, grouped.shape[2])
         return output.view(num_tokens, num_heads, head_dim)
 
@@ -132,7 +144,7 @@ class CpuAttention:
             torch.index_select(kv_cache[:, layer, part].flatten(1), 0, plan.blocks, out=target)
         for unseen in plan.cleared:
             gathered[:, unseen].zero_()
-        key, value = gathered[:, plan.keys].to(dtype).transpose(1, 2)
+        key, value = (_widened(part[plan.keys], dtype).transpose(0, 1) for part in gathered)
         return key, value
 
     def _reserve(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -145,12 +157,32 @@ class CpuAttention:
         return self._workspace[:size].view(shape)
 
 
+def _widened(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As `stored.to(dtype)`. fp8 goes by a table, two elements at a time: torch converts them one by one, and a decode
+    over 8 sequences of 1,800 keys took ten times as long as one in bf16. So it takes four times as long."""
+    if stored.dtype != torch.float8_e4m3fn or stored.shape[-1] % 2 or dtype.itemsize > 4:
+        return stored.to(dtype)
+    pairs = stored.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
+    return F.embedding(pairs, _fp8_pairs(dtype)).view(dtype).flatten(-2)
+
+
+@cache
+def _fp8_pairs(dtype: torch.dtype) -> torch.Tensor:
+    """[65536, 1]: two neighbours in fp8, read as one number, to the same two in `dtype`, as one number."""
+    with torch.inference_mode(False):
+        single = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+        numbers = torch.arange(65536)
+        pairs = torch.stack((single[numbers % 256], single[numbers // 256]), dim=1)
+        return pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64)
+
+
 def _product_dtype(query: torch.dtype, cache: torch.dtype, fused: bool) -> torch.dtype:
     if torch.float64 in (query, cache):
         return torch.float64
     # A bf16 product outside of SDPA rounds its scores, a score of 30 by up to 1/16. Few processors have fp16
     # arithmetic; without it fp16 products take twice as long as a conversion and fp32 ones.
-    return torch.bfloat16 if fused and cache == torch.bfloat16 else torch.float32
+    in_bf16 = query == torch.bfloat16 and (cache == torch.bfloat16 or cache.itemsize == 1)
+    return torch.bfloat16 if fused and in_bf16 else torch.float32
 
 
 def _fused(

@@ -15,6 +15,7 @@ Contract, for this module and for every kernel that stands in for it:
  - `sinks` is one logit a query head: part of the softmax's sum, without a value; neither scaled nor capped.
  - Query head h reads KV head h // (num_heads / num_kv_heads).
  - Arithmetic in fp32, or in float64 when the query is; the result has the query's dtype.
+ - A cache of 8-bit elements comes with scales (`kernels.quantization`); any other cache has none.
  - A sequence may have no new tokens; then it has no rows.
 
 Clear before fast: one sequence at a time, its keys gathered, the whole score matrix at once. Gathering all sequences
@@ -29,6 +30,7 @@ from typing import Protocol
 import torch
 
 from kernels.metadata import AttentionMetadata
+from kernels.quantization import check_scales, quantize, widen
 
 
 class SlotCopy(Protocol):
@@ -48,10 +50,12 @@ def store_kv(
     kv_cache: torch.Tensor,
     layer: int,
     slot_mapping: torch.Tensor,  # [num_tokens]; a negative slot is padding and is not written
+    *,
+    kv_scales: torch.Tensor | None = None,  # fp32 [num_layers, 2, num_kv_heads]
 ) -> None:
     """Write the new tokens' keys and values of one layer into their slots."""
     real = slot_mapping >= 0
-    write_slots(key[real], value[real], kv_cache, layer, slot_mapping[real])
+    write_slots(key[real], value[real], kv_cache, layer, slot_mapping[real], kv_scales=kv_scales)
 
 
 def write_slots(
@@ -60,11 +64,15 @@ def write_slots(
     kv_cache: torch.Tensor,
     layer: int,
     slot_mapping: torch.Tensor,  # [num_tokens], none of them padding
+    *,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
-    block_size = kv_cache.shape[3]
+    check_scales(kv_cache, kv_scales)
+    block_size, dtype = kv_cache.shape[3], kv_cache.dtype
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    kv_cache[blocks, layer, 0, offsets] = key.to(kv_cache.dtype)
-    kv_cache[blocks, layer, 1, offsets] = value.to(kv_cache.dtype)
+    for part, rows in enumerate((key, value)):
+        stored = rows.to(dtype) if kv_scales is None else quantize(rows, kv_scales[layer, part], dtype)
+        kv_cache[blocks, layer, part, offsets] = stored
 
 
 def copy_slots(kv_cache: torch.Tensor, copies: Iterable[SlotCopy]) -> None:
@@ -83,11 +91,13 @@ def paged_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,  # [num_heads]
+    kv_scales: torch.Tensor | None = None,  # fp32 [num_layers, 2, num_kv_heads]
 ) -> torch.Tensor:
     """Causal attention of the packed new tokens over each sequence's blocks, [num_tokens, num_heads, head_dim].
 
     The new tokens' own keys and values are in the cache already (`store_kv`).
     """
+    check_scales(kv_cache, kv_scales)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     start = 0
     for index, query_len in enumerate(metadata.host_query_lens):
@@ -98,6 +108,8 @@ def paged_attention(
         seq_len = metadata.host_seq_lens[index]
         first = first_visible_key(seq_len - query_len, sliding_window)
         key, value = _gather(kv_cache, layer, metadata.block_table[index], first, seq_len)
+        if kv_scales is not None:
+            key, value = widen(key, kv_scales[layer, 0]), widen(value, kv_scales[layer, 1])
         output[rows] = _attend(query[rows], key, value, scale, sliding_window, soft_cap, sinks)
     return output
 

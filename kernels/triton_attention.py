@@ -37,6 +37,7 @@ from kernels.heuristics import (
 )
 from kernels.launch import launch
 from kernels.metadata import AttentionMetadata, StepPlan
+from kernels.quantization import check_scales
 from kernels.reference import SlotCopy
 from kernels.shared_prefix import PrefixGroup, PrefixPlan, find_groups, plan_prefixes
 from kernels.tile_table import TILES
@@ -202,8 +203,7 @@ class TritonAttention:
 
     def _check_cache(self, kv_cache: torch.Tensor) -> None:
         assert kv_cache.is_contiguous(), "the kernels compute a block's address from the cache's shape"
-        if (kv_cache.dtype.itemsize == 1) != (self._kv_scales is not None):
-            raise ValueError(f"a KV cache of {kv_cache.dtype}: 8-bit elements, and only they, have scales")
+        check_scales(kv_cache, self._kv_scales)
         if kv_cache.dtype == torch.float8_e4m3fn and not self._device.has_fp8:
             raise ValueError("fp8 KV needs compute capability 8.9 or higher; int8 KV runs on this device")
 

@@ -1,4 +1,4 @@
-"""An engine of several ranks on the CPU: `python -m tests.engine.ranked_engine DIRECTORY SIZE [--hold]`.
+"""An engine of several ranks on the CPU: `python -m tests.engine.ranked_engine DIRECTORY SIZE [--hold] [--int8]`.
 
 Prints the process ids of the other ranks, then the answers, each a line of JSON; with `--hold` it goes on answering.
 """
@@ -23,7 +23,7 @@ LENGTHS = (37, 5, 16)
 COUNT = 8
 
 
-def settings_of(directory: Path, size: int) -> Settings:
+def settings_of(directory: Path, size: int, *, int8: bool) -> Settings:
     return Settings(
         model=ModelSettings(path=str(directory), dtype="float32"),
         store=StoreSettings(data_dir=directory),
@@ -32,6 +32,7 @@ def settings_of(directory: Path, size: int) -> Settings:
             device="cpu",
             block_size=4,
             kv_cache_memory=1 << 20,
+            kv_cache_dtype="int8" if int8 else "auto",
             max_num_seqs=4,
             max_num_batched_tokens=32,
             prefill_chunk_size=16,
@@ -58,7 +59,7 @@ def answers(engine: LLMEngine) -> list[str]:
 
 def main(directory: str, size: str, *flags: str) -> None:
     torch.set_num_threads(1)
-    settings = settings_of(Path(directory), int(size))
+    settings = settings_of(Path(directory), int(size), int8="--int8" in flags)
     ranks, pids = None, dict[int, int]()
     device = rank_device(settings.engine, 0)
     if settings.engine.tensor_parallel_size > 1:

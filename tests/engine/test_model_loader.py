@@ -181,6 +181,7 @@ def test_fingerprint_sees_every_part() -> None:
         "dtype": "float32",
         "tokenizer_json": b"{}",
         "kv_layout": "layout",
+        "kv_scales": b"",
         "format_version": 1,
     }
     changed: dict[str, Any] = {
@@ -190,6 +191,7 @@ def test_fingerprint_sees_every_part() -> None:
         "dtype": "bfloat16",
         "tokenizer_json": b"{ }",
         "kv_layout": "layout2",
+        "kv_scales": b"1234",
         "format_version": 2,
     }
     variants = [parts, *({**parts, name: value} for name, value in changed.items())]

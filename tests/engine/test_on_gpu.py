@@ -30,12 +30,14 @@ SETTINGS = EngineSettings(
 )  # fmt: skip
 
 
-def engine_of(directory: Path, *, host_memory: int = 0, **changes: object) -> LLMEngine:
+def engine_of(
+    directory: Path, *, host_memory: int = 0, dtype: str = "float32", kv: str = "auto", **changes: object
+) -> LLMEngine:
     device = torch.device("cuda")
-    model = ModelSettings(path=str(directory), dtype="float32")
-    loaded = load_model(model, device, directory, no_progress, block_size=SETTINGS.block_size)
+    model = ModelSettings(path=str(directory), dtype=dtype)
+    loaded = load_model(model, device, directory, no_progress, block_size=SETTINGS.block_size, kv_cache_dtype=kv)
     settings = Settings(
-        engine=msgspec.structs.replace(SETTINGS, **changes),
+        engine=msgspec.structs.replace(SETTINGS, kv_cache_dtype=kv, **changes),
         tiers=TierSettings(host_memory=host_memory, disk_size=0),
         store=StoreSettings(data_dir=directory),
     )
@@ -86,3 +88,18 @@ def test_blocks_come_back_from_host_memory(tmp_path: Path) -> None:
     assert answers(engine, sampling) == expected
     assert engine.tiers is not None
     assert engine.tiers.counters.bytes_written > 0
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_8_bit_kv_is_written_read_and_found_again(kv: str, tmp_path: Path) -> None:
+    """The load itself compares the logits with those over 16-bit KV. In 16 bits texts depend on the batch."""
+    if kv == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 here")
+    sampling = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True)
+    engine = engine_of(write_tiny_model("llama", tmp_path), host_memory=64 << 20, dtype="bfloat16", kv=kv)
+    assert engine.info().block_bytes == 16 * 3 * 2 * 2 * 16
+    assert len(answers(engine, sampling)) == len(LENGTHS)
+    while engine.scheduler.manager.evict(1_000):
+        engine.idle()
+    assert len(answers(engine, sampling)) == len(LENGTHS)
+    assert engine.stats().num_cached_tokens > 0

@@ -36,9 +36,15 @@ def environ() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def answers(directory: Path, size: int) -> list[object]:
+def answers(directory: Path, size: int, *flags: str) -> list[object]:
     done = subprocess.run(
-        command(directory, size), cwd=ROOT, env=environ(), capture_output=True, text=True, timeout=240, check=False
+        command(directory, size, *flags),
+        cwd=ROOT,
+        env=environ(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -46,16 +52,19 @@ def answers(directory: Path, size: int) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "extra", "parts"),
+    ("family", "extra", "parts", "flags"),
     [
-        ("llama", {}, 2),  # two KV heads, one each
-        ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True, "vocab_size": 260}, 1),  # one, on both ranks
+        ("llama", {}, 2, ()),  # two KV heads, one each
+        ("llama", {}, 2, ("--int8",)),  # each rank has the scale of its own
+        ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True, "vocab_size": 260}, 1, ()),  # one, on both
     ],
 )
-def test_two_processes_say_what_one_says(family: str, extra: dict[str, object], parts: int, tmp_path: Path) -> None:
+def test_two_processes_say_what_one_says(
+    family: str, extra: dict[str, object], parts: int, flags: tuple[str, ...], tmp_path: Path
+) -> None:
     """Cold and warm. Each rank's KV holds its own heads: half of a block's bytes where they can be divided."""
     directory = write_model(FAMILIES[family](**extra), tmp_path)
-    alone, together = answers(directory, 1), answers(directory, 2)
+    alone, together = answers(directory, 1, *flags), answers(directory, 2, *flags)
     assert together[:2] == alone[:2]
     assert together[0] == together[1]
     assert isinstance(alone[2], int)

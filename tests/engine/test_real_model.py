@@ -17,6 +17,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -52,6 +53,7 @@ class RealEngine:
         caching: bool = True,
         block_size: int = 16,
         dtype: str = "float32",
+        kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto",
     ) -> None:
         settings = Settings(
             model=ModelSettings(dtype=dtype),
@@ -60,7 +62,8 @@ class RealEngine:
             engine=EngineSettings(
                 device="cpu",
                 block_size=block_size,
-                kv_cache_memory=kv_tokens * TOKEN_NUMBERS * ITEM_BYTES[dtype],
+                kv_cache_memory=kv_tokens * TOKEN_NUMBERS * (ITEM_BYTES[dtype] if kv_cache_dtype == "auto" else 1),
+                kv_cache_dtype=kv_cache_dtype,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=512,
                 prefill_chunk_size=128,
@@ -101,7 +104,7 @@ class RealEngine:
         free = set(self.engine.scheduler.manager.pool.free_list)
         fresh = sorted(free - self.poisoned)
         if fresh:
-            self.kv_cache[fresh] = float("nan")
+            self.kv_cache[fresh] = 127 if self.kv_cache.dtype == torch.int8 else float("nan")
         self.poisoned = free
 
     def alone(self, prompts: Sequence[str]) -> list[str]:
@@ -239,17 +242,23 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> SampledLogits:
 
 
 @needs_bf16
-def test_i7_to_the_bit_in_bf16(prompts: list[str], sampled: SampledLogits, model_data_dir: Path) -> None:
-    """Attention over tiles that began with the chunk, and a decode of its own: one text in six differed from cold."""
+@pytest.mark.parametrize("kv", ["auto", "fp8", "int8"])
+def test_i7_to_the_bit_in_bf16(
+    kv: Literal["auto", "fp8", "int8"], prompts: list[str], sampled: SampledLogits, model_data_dir: Path
+) -> None:
+    """Attention over tiles that began with the chunk, and a decode of its own: one text in six differed from cold.
+
+    In 8 bits: a block's elements depend on its tokens alone, not on what it was computed beside.
+    """
     some = prompts[:12]
-    uncached = RealEngine(model_data_dir, 1024, 1, caching=False, dtype="bfloat16")
+    uncached = RealEngine(model_data_dir, 1024, 1, caching=False, dtype="bfloat16", kv_cache_dtype=kv)
     sampled.take()
     texts = uncached.alone(some)
     expected = sampled.take()
     assert len(expected) == len(some) * OUTPUT_TOKENS
 
-    roomy = RealEngine(model_data_dir, 10_000, 16, dtype="bfloat16")
-    tight = RealEngine(model_data_dir, 448, 8, block_size=4, dtype="bfloat16")
+    roomy = RealEngine(model_data_dir, 10_000, 16, dtype="bfloat16", kv_cache_dtype=kv)
+    tight = RealEngine(model_data_dir, 448, 8, block_size=4, dtype="bfloat16", kv_cache_dtype=kv)
     sampled.take()
     for run in (roomy.together, roomy.together, roomy.alone, tight.together, tight.alone):
         assert run(some) == texts

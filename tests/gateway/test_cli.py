@@ -64,6 +64,14 @@ def test_flags_that_only_turn_something_on_are_settings_too() -> None:
     assert not settings_of(_parser().parse_args(["serve"])).engine.enforce_eager
 
 
+def test_the_kv_type_is_a_flag_and_a_wrong_one_names_the_setting() -> None:
+    serve = _parser()
+    assert settings_of(serve.parse_args(["serve"])).engine.kv_cache_dtype == "auto"
+    assert settings_of(serve.parse_args(["serve", "--kv-cache-dtype", "fp8"])).engine.kv_cache_dtype == "fp8"
+    with pytest.raises(ConfigError, match=r"engine\.kv_cache_dtype.*'fp4'"):
+        settings_of(serve.parse_args(["serve", "--kv-cache-dtype", "fp4"]))
+
+
 def test_missing_command_is_a_usage_error() -> None:
     with pytest.raises(SystemExit) as caught:
         main([])
