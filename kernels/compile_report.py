@@ -87,12 +87,6 @@ def to_json(rows: dict[str, Compiled]) -> str:
     return f'{{"triton": "{triton.__version__}", "kernels": {{\n{compiled}\n}}}}\n'
 
 
-def from_json(text: str) -> tuple[str, dict[str, Compiled]]:
-    """Triton's version and the rows."""
-    report = json.loads(text)
-    return report["triton"], {key: Compiled(**row) for key, row in report["kernels"].items()}
-
-
 def render(version: str, rows: dict[str, Compiled]) -> str:
     """The generated part of docs/kernels.md."""
     parts = [f"Compiled by Triton {version}; `make kernels-report` writes this part.\n"]
