@@ -15,7 +15,7 @@ import torch
 from kernels import reference
 from kernels.block_copier import BlockCopier, BlockMove
 from kernels.heuristics import DeviceModel
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import AttentionMetadata, StepPlan
 from kernels.quantization import quantize
 from kernels.rerotation import RotationTable, rerotate
 from kernels.triton_attention import TritonAttention
@@ -61,9 +61,10 @@ def run_checks(device: DeviceModel) -> int:
     cases = {name: case for name, case in CASES.items() if case.kv_dtype != torch.float8_e4m3fn or device.has_fp8}
     for name, case in cases.items():
         _check_attention(name, case, device)
-    _check_captured_step(device)
+    _check_captured_step(device, Case(((3000, 1), (40, 1)), dtype=torch.float16))
+    _check_captured_step(device, Case(((2100, 1),) * 9, shared=2048, dtype=torch.float16))
     _check_moves(device)
-    return len(cases) + 2
+    return len(cases) + 3
 
 
 def _check_attention(name: str, case: Case, device: DeviceModel) -> None:
@@ -138,12 +139,13 @@ def _cache(case: Case, scales: torch.Tensor | None = None) -> tuple[torch.Tensor
     return kv_cache, metadata
 
 
-def _check_captured_step(device: DeviceModel) -> None:
-    """A captured step that is replayed with longer sequences."""
-    case = Case(((3000, 1), (40, 1)), dtype=torch.float16)
+def _check_captured_step(device: DeviceModel, case: Case) -> None:
+    """A captured step that is replayed with longer sequences, and with what they share by then."""
     kv_cache, metadata = _cache(case)
-    query = torch.randn(2, 32, 128, device="cuda").half()
-    kernels = TritonAttention(device, shares_prefixes=False)
+    num_seqs = len(case.lengths)
+    query = torch.randn(num_seqs, 32, 128, device="cuda").half()
+    sharing = bool(case.shared)
+    kernels = TritonAttention(device, shares_prefixes=sharing, captured=sharing, min_shared_saving=1024)
     kernels.store_kv(query[:, :8], query[:, 8:16], kv_cache, 1, metadata.slot_mapping)
     captured = replace(metadata, seq_lens=torch.full_like(metadata.seq_lens, 20))
 
@@ -157,6 +159,8 @@ def _check_captured_step(device: DeviceModel) -> None:
     with torch.cuda.graph(graph):
         output = step()
     captured.seq_lens.copy_(metadata.seq_lens)
+    plan = StepPlan(metadata.host_block_tables, metadata.host_query_lens, metadata.host_seq_lens, [])
+    assert kernels.stage_prefixes(plan, case.block_size) == sharing, "captured step"
     graph.replay()
     expected = reference.paged_attention(
         query, kv_cache, 1, metadata, scale=0.09, sliding_window=None, soft_cap=None, sinks=None

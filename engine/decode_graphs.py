@@ -13,8 +13,10 @@ slot -1, which is nowhere, and its sequence has no new token, so that attention 
 Block tables are as wide as the longest sequence that the engine accepts. Only the columns that this step fills are
 copied: behind a sequence's end no table is read, so what an earlier step left there does not matter.
 
-What several sequences share is read once for all of them where that pays (`kernels/shared_prefix.py`). That work list
-is the host's, so such a step is not replayed: the kernels' rule decides.
+What several sequences share is read once for all of them where that pays (`kernels/shared_prefix.py`). Each size has a
+second graph for such steps, over the same inputs: it has room for any work list, and the kernels put a step's own there
+before the replay. In one graph for both, steps that share nothing would pay for the pass as well. Launching such a step
+kernel by kernel, which was the first form, costs the host milliseconds, more than most prefixes save the device.
 
 Rejected: capturing prefill. Its grids follow from the lengths, and its launches are hidden behind its kernels.
 """
@@ -32,7 +34,8 @@ import torch
 
 from engine.batch import ScheduledSequence
 from engine.load_progress import Progress
-from engine.step_inputs import StepInputs, StepShape, aligned, decode_shape, pack_step, tables_of
+from engine.step_inputs import PackedStep, StepInputs, StepShape, aligned, decode_shape, pack_step, tables_of
+from kernels.dispatch import AttentionKernels
 from kernels.metadata import StepPlan
 from kernels.upload import upload
 
@@ -88,20 +91,34 @@ def _waiting_forbidden() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Sharing:
+    """A capture that reads shared prefixes once, and the kernels that know where it looks for them."""
+
+    kernels: AttentionKernels
+    captured: CapturedWork
+
+
+@dataclass(frozen=True, slots=True)
 class _Graph:
     buffer: torch.Tensor
     shape: StepShape
     inputs: StepInputs
-    captured: CapturedWork
+    plain: CapturedWork
+    sharing: _Sharing | None  # over the same inputs
 
-    def run(self, fresh: torch.Tensor, shape: StepShape, num_seqs: int) -> torch.Tensor:
-        """`fresh`: a packed step on the device, of this graph's shape but for the width of its tables."""
-        fixed = shape.num_bytes_before_tables
+    def run(self, step: PackedStep, block_size: int, num_seqs: int) -> torch.Tensor:
+        """`step`: of this graph's shape but for the width of its tables."""
+        shape, fixed = step.shape, step.shape.num_bytes_before_tables
+        sharing = self.sharing
+        if sharing is not None and not sharing.kernels.stage_prefixes(step.plan, block_size):
+            sharing = None
+        fresh = upload(step.buffer, self.buffer.device)
         self.buffer[:fixed].copy_(fresh[:fixed])
         if shape.table_width:
             self.inputs.metadata.block_table[:, : shape.table_width].copy_(tables_of(fresh[fixed:], shape))
-        self.captured.replay()
-        return self.captured.output[:num_seqs]
+        captured = self.plain if sharing is None else sharing.captured
+        captured.replay()
+        return captured.output[:num_seqs]
 
 
 class DecodeGraphs:
@@ -109,13 +126,16 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Callable[[StepInputs], torch.Tensor],  # reads nothing but the inputs' tensors; logits [num_rows, V]
-        pays_to_share: Callable[[StepPlan, int], bool],
+        # Reads nothing but the inputs' tensors; logits [num_rows, V].
+        forward: Callable[[StepInputs, AttentionKernels], torch.Tensor],
+        plain: AttentionKernels,
+        sharing: Callable[[], AttentionKernels] | None,  # a set for one captured step; None: no step shares
         block_size: int,
         device: torch.device,
     ) -> None:
         self._forward = forward
-        self._pays_to_share = pays_to_share
+        self._plain = plain
+        self._sharing = sharing
         self._block_size = block_size
         self._device = device
         self._graphs: dict[int, _Graph] = {}
@@ -141,18 +161,20 @@ class DecodeGraphs:
         # The host's numbers say what all steps of this graph have in common: one new token for each sequence.
         plan = StepPlan([array("i", [0])] * size, [1] * size, [1] * size, [])
         inputs = StepInputs.of(buffer, shape, plan, self._block_size)
-        return _Graph(buffer, shape, inputs, capturer(lambda: self._forward(inputs)))
+        plain = capturer(lambda: self._forward(inputs, self._plain))
+        if self._sharing is None or size == 1:
+            return _Graph(buffer, shape, inputs, plain, None)
+        kernels = self._sharing()
+        sharing = _Sharing(kernels, capturer(lambda: self._forward(inputs, kernels)))
+        return _Graph(buffer, shape, inputs, plain, sharing)
 
     def run(self, sequences: Sequence[ScheduledSequence], rows_before: Mapping[str, int]) -> torch.Tensor | None:
-        """Logits, one row a sequence; None for a step that no graph was captured for, or that shares prefixes."""
+        """Logits, one row a sequence; None for a step that no graph was captured for."""
         size = self._size_for(sequences)
         if size is None:
             return None
         packed = pack_step(sequences, self._block_size, rows_before, pad_to=size)
-        if self._pays_to_share(packed.plan, self._block_size):
-            return None
-        fresh = upload(packed.buffer, self._device)
-        return self._graphs[size].run(fresh, packed.shape, len(sequences))
+        return self._graphs[size].run(packed, self._block_size, len(sequences))
 
     def _size_for(self, sequences: Sequence[ScheduledSequence]) -> int | None:
         if not all(row.num_new == 1 and row.sample for row in sequences):

@@ -267,10 +267,14 @@ def _capture_graphs(
     runner: ModelRunner, loaded: LoadedModel, settings: EngineSettings, max_model_len: int, progress: Progress
 ) -> None:
     """Decode goes on without graphs when the model cannot be captured: a log line says why."""
-    captured = select_kernels(loaded.device, shares_prefixes=False, kv_scales=loaded.kv_scales)
-    shared = select_kernels(loaded.device) if loaded.has_full_attention else captured
+    plain = select_kernels(loaded.device, shares_prefixes=False, kv_scales=loaded.kv_scales)
+
+    def sharing() -> AttentionKernels:
+        return select_kernels(loaded.device, captured=True, kv_scales=loaded.kv_scales)
+
+    # Layers with a window do not share: a model of such layers alone has no use for the second graphs.
     graphs = DecodeGraphs(
-        lambda inputs: runner.forward(inputs, captured), shared.pays_to_share, loaded.block_size, loaded.device
+        runner.forward, plain, sharing if loaded.has_full_attention else None, loaded.block_size, loaded.device
     )
     try:
         table_width = -(-max_model_len // loaded.block_size)

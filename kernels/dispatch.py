@@ -44,8 +44,8 @@ class AttentionKernels:
     paged_attention: PagedAttentionKernel
     copy_slots: Callable[[torch.Tensor, Iterable[SlotCopy]], None]
     max_head_dim: int | None = None  # elements; None: any
-    # Whether a step, of blocks of that size, has prefixes that it pays to read once for several sequences.
-    pays_to_share: Callable[[StepPlan, int], bool] = lambda plan, block_size: False
+    # Of a set that is `captured`: before a replay, of blocks of that size. Whether its sequences share what pays.
+    stage_prefixes: Callable[[StepPlan, int], bool] = lambda plan, block_size: False
 
 
 LARGEST_ELEMENT = LARGEST
@@ -57,11 +57,13 @@ def select_kernels(
     name: str = "auto",
     *,
     shares_prefixes: bool = True,
+    captured: bool = False,
     kv_scales: torch.Tensor | None = None,  # fp32 [num_layers, 2, num_kv_heads], on `device`
 ) -> AttentionKernels:
     """A fresh set for `device`: `cpu`, `triton` or `reference`, by name, or `auto` for the device's fastest.
 
-    `shares_prefixes`: False for steps that are captured, whose work list cannot change.
+    `shares_prefixes`: False for a set that reads every sequence's keys for itself; any steps of it can be captured.
+    `captured`: for one step that only decodes, is captured, and shares what `stage_prefixes` finds before each replay.
     `kv_scales`: for a cache of 8-bit elements, and only for one (`kernels.quantization`).
 
     Raises ValueError for a name that is not there, or that the device cannot run.
@@ -80,7 +82,7 @@ def select_kernels(
     if device.type != _DEVICES[name]:
         raise ValueError(f"the {name} kernels cannot run on {device.type}")
     if name == "triton":
-        return _triton_kernels(device, shares_prefixes, kv_scales)
+        return _triton_kernels(device, shares_prefixes, captured, kv_scales)
     cpu = CpuAttention(kv_scales)
     return AttentionKernels(name, cpu.store_kv, cpu.paged_attention, cpu.copy_slots)
 
@@ -100,17 +102,21 @@ def why_not_kv_dtype(device: torch.device, model_dtype: torch.dtype, kv_dtype: t
     return None
 
 
-def _triton_kernels(device: torch.device, shares_prefixes: bool, kv_scales: torch.Tensor | None) -> AttentionKernels:
+def _triton_kernels(
+    device: torch.device, shares_prefixes: bool, captured: bool, kv_scales: torch.Tensor | None
+) -> AttentionKernels:
     # Here, because Triton is not there on every platform that the cpu kernels run on, and takes a second to import.
     from kernels.heuristics import HEAD_DIMS, DeviceModel
     from kernels.triton_attention import TritonAttention
 
-    kernels = TritonAttention(DeviceModel.of(device), shares_prefixes=shares_prefixes, kv_scales=kv_scales)
+    kernels = TritonAttention(
+        DeviceModel.of(device), shares_prefixes=shares_prefixes, captured=captured, kv_scales=kv_scales
+    )
     return AttentionKernels(
         "triton",
         kernels.store_kv,
         kernels.paged_attention,
         kernels.copy_slots,
         max_head_dim=HEAD_DIMS[-1],
-        pays_to_share=kernels.pays_to_share,
+        stage_prefixes=kernels.stage_prefixes,
     )

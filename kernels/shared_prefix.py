@@ -16,12 +16,10 @@ from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
 from kernels.heuristics import KEY_ALIGNMENT
-from kernels.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,54 +84,99 @@ def _common_length(left: Sequence[int], right: Sequence[int], known: int) -> int
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixPlan:
-    """The groups of one step as the kernels read them."""
+class PrefixRoom:
+    """How much a work list may hold."""
 
-    items: torch.Tensor  # int32 [num_items, 5], see kernels.triton_shared_prefix
-    members: torch.Tensor  # int32
-    prefix_lens: torch.Tensor  # int32 [num_seqs], 0 for a sequence of no group
-    prefix_partials: torch.Tensor  # int32 [num_seqs, 3]: first, stride, count of its partial results
+    num_seqs: int
+    num_items: int
     num_partials: int
+
+    @classmethod
+    def for_any(cls, num_seqs: int, members_per_tile: int, target_items: int) -> PrefixRoom:
+        """For whatever groups `num_seqs` sequences form: the last part of a group's keys may be a short one, for each
+        tile of its members, and there are no more tiles than sequences."""
+        num_items = target_items + num_seqs
+        return cls(num_seqs, num_items, num_items * min(members_per_tile, num_seqs))
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Numbers of each array, in their order, up to where the next one begins: at a multiple of 16 bytes."""
+        items, seqs, partials = (-(-count // 4) * 4 for count in (5 * self.num_items, self.num_seqs, 3 * self.num_seqs))
+        return items, seqs, seqs, partials
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLists:
+    """The groups of one step as the kernels read them, on the host."""
+
+    items: array[int]  # 'i', 5 each, see kernels.triton_shared_prefix
+    members: array[int]
+    prefix_lens: array[int]  # of each sequence, 0 for one of no group
+    prefix_partials: array[int]  # 3 of each sequence: first, stride, count of its partial results
+    num_partials: int
+
+    @property
+    def room(self) -> PrefixRoom:
+        return PrefixRoom(len(self.prefix_lens), len(self.items) // 5, self.num_partials)
+
+    def pack(self, room: PrefixRoom) -> torch.Tensor:
+        """int32 [sum(room.sizes)]. What is left is zero: items of no member, sequences of no group."""
+        assert len(self.prefix_lens) <= room.num_seqs
+        assert len(self.items) <= 5 * room.num_items
+        assert self.num_partials <= room.num_partials
+        parts = (self.items, self.members, self.prefix_lens, self.prefix_partials)
+        packed = b"".join(part.tobytes().ljust(4 * size, b"\0") for part, size in zip(parts, room.sizes, strict=True))
+        return torch.frombuffer(bytearray(packed), dtype=torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPlan:
+    """The same on the device: views of one buffer."""
+
+    buffer: torch.Tensor  # int32
+    items: torch.Tensor  # [num_items, 5]
+    members: torch.Tensor  # [num_seqs], the first of them in use
+    prefix_lens: torch.Tensor  # [num_seqs]
+    prefix_partials: torch.Tensor  # [num_seqs, 3]
+    num_partials: int
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor, room: PrefixRoom) -> PrefixPlan:
+        """`buffer` may be filled later, by `PrefixLists.pack` for the same room."""
+        items, members, lens, partials = buffer.split(room.sizes)
+        return cls(
+            buffer,
+            items[: 5 * room.num_items].view(-1, 5),
+            members[: room.num_seqs],
+            lens[: room.num_seqs],
+            partials[: 3 * room.num_seqs].view(-1, 3),
+            room.num_partials,
+        )
 
 
 def plan_prefixes(
-    groups: Sequence[PrefixGroup],
-    num_seqs: int,
-    members_per_tile: int,
-    target_items: int,
-    device: torch.device,
-) -> PrefixPlan:
+    groups: Sequence[PrefixGroup], num_seqs: int, members_per_tile: int, target_items: int
+) -> PrefixLists:
     """Cut the groups' keys so that all items together are about `target_items`."""
     tiles = [-(-len(group.members) // members_per_tile) for group in groups]
     total = sum(count * group.num_keys for count, group in zip(tiles, groups, strict=True))
     chunk = -(-total // target_items)
     chunk = max(2, -(-chunk // KEY_ALIGNMENT)) * KEY_ALIGNMENT
 
-    items: list[tuple[int, int, int, int, int]] = []
-    prefix_lens = [0] * num_seqs
-    partials = [(0, 0, 0)] * num_seqs
-    offsets = list(accumulate((len(group.members) for group in groups), initial=0))
+    items, members = array("i"), array("i")
+    prefix_lens, partials = array("i", bytes(4 * num_seqs)), array("i", bytes(12 * num_seqs))
     next_partial = 0
-    for group, offset in zip(groups, offsets, strict=False):
-        size = len(group.members)
+    for group in groups:
+        size, offset = len(group.members), len(members)
+        members.extend(group.members)
         cuts = range(0, group.num_keys, chunk)
         for place, member in enumerate(group.members):
             prefix_lens[member] = group.num_keys
-            partials[member] = (next_partial + place, size, len(cuts))
+            partials[3 * member : 3 * member + 3] = array("i", (next_partial + place, size, len(cuts)))
         for split, begin in enumerate(cuts):
             end = min(begin + chunk, group.num_keys)
             for place in range(0, size, members_per_tile):
                 count = min(members_per_tile, size - place)
-                items.append((offset + place, count, begin, end, next_partial + split * size + place))
+                items.extend((offset + place, count, begin, end, next_partial + split * size + place))
         next_partial += len(cuts) * size
-
-    def on_device(data: Sequence[int] | Sequence[tuple[int, ...]]) -> torch.Tensor:
-        return upload(torch.tensor(data, dtype=torch.int32), device)
-
-    return PrefixPlan(
-        items=on_device(items),
-        members=on_device([member for group in groups for member in group.members]),
-        prefix_lens=on_device(prefix_lens),
-        prefix_partials=on_device(partials),
-        num_partials=next_partial,
-    )
+    return PrefixLists(items, members, prefix_lens, partials, next_partial)

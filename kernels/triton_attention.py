@@ -9,8 +9,9 @@ so no list of them is made. What the host decides (which kernels, how many tiles
 metadata's host lists and is the same for every layer of a step: it is kept with the metadata that it was made for.
 
 Grids depend on the number of sequences and on prefill's tiles, never on how long a decoding sequence is: a step that
-only decodes can be captured in a graph and replayed with other lengths. A captured step must not share prefixes
-(`shares_prefixes=False`): their work list is the host's.
+only decodes can be captured in a graph and replayed with other lengths. The work list of shared prefixes is the host's.
+A captured step does without (`shares_prefixes=False`), or has room for any (`captured=True`): its grid has as many
+items as there can be, those without members do nothing, and `stage_prefixes` fills its list before each replay.
 
 What does not hold: a sequence's decode result depends on the batch around it, in the last bits, since the cut of its
 keys does.
@@ -39,12 +40,13 @@ from kernels.launch import launch
 from kernels.metadata import AttentionMetadata, StepPlan
 from kernels.quantization import check_scales
 from kernels.reference import SlotCopy
-from kernels.shared_prefix import PrefixGroup, PrefixPlan, find_groups, plan_prefixes
+from kernels.shared_prefix import PrefixGroup, PrefixPlan, PrefixRoom, find_groups, plan_prefixes
 from kernels.tile_table import TILES
 from kernels.triton_decode import paged_decode, reduce_splits
 from kernels.triton_prefill import paged_prefill
 from kernels.triton_shared_prefix import shared_prefix_decode
 from kernels.triton_store import store_rows
+from kernels.upload import upload
 
 MAX_DECODE_QUERY = 8  # new tokens of a sequence that decode takes
 _STORE_ELEMENTS = 2048  # of keys, and as many of values, a program
@@ -59,6 +61,16 @@ class _StepPlan:
     max_query: int  # of the decoding sequences; 0: none decodes
     prefill_tiles: int
     prefixes: PrefixPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Where a captured step reads its shared prefixes."""
+
+    room: PrefixRoom
+    members_per_tile: int
+    target_items: int
+    prefixes: PrefixPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +105,10 @@ class _Call:
 
 
 class TritonAttention:
-    """The kernels for one KV cache on one CUDA device. For one thread: the plan of the last step is kept."""
+    """The kernels for one KV cache on one CUDA device. For one thread: the plan of the last step is kept.
+
+    With `captured`, for one step that is captured, and for no other.
+    """
 
     def __init__(
         self,
@@ -101,12 +116,15 @@ class TritonAttention:
         *,
         kv_scales: torch.Tensor | None = None,  # fp32 [num_layers, 2, num_kv_heads], for a cache of 8-bit elements
         shares_prefixes: bool = True,
+        captured: bool = False,
         min_shared_saving: int | None = None,  # the table's
         tiles: TileTable = TILES,
     ) -> None:
         self._device = device
         self._kv_scales = kv_scales
         self._shares_prefixes = shares_prefixes
+        self._captured = captured
+        self._stage: _Stage | None = None
         self._min_shared_saving = device.min_shared_saving if min_shared_saving is None else min_shared_saving
         self._tiles = tiles
         self._plan: _StepPlan | None = None
@@ -117,9 +135,16 @@ class TritonAttention:
         """Whether sequences of the last step had a prefix in common that pays."""
         return self._plan is not None and self._plan.prefixes is not None
 
-    def pays_to_share(self, plan: StepPlan, block_size: int) -> bool:
-        """Whether a step's sequences have a prefix in common that a pass of its own pays for."""
-        return bool(self._groups(plan.block_tables, plan.seq_lens, plan.query_lens, block_size))
+    def stage_prefixes(self, plan: StepPlan, block_size: int) -> bool:
+        """Put what a step's sequences share where the captured step reads it. False, and nothing is done, where they
+        share nothing that pays: such a step is for a capture that does not share."""
+        stage = self._stage
+        groups = self._groups(plan.block_tables, plan.seq_lens, plan.query_lens, block_size) if stage else []
+        if stage is None or not groups:
+            return False
+        lists = plan_prefixes(groups, len(plan.seq_lens), stage.members_per_tile, stage.target_items)
+        stage.prefixes.buffer.copy_(upload(lists.pack(stage.room), stage.prefixes.buffer.device))
+        return True
 
     def _groups(
         self, block_tables: list[array[int]], seq_lens: list[int], query_lens: list[int], block_size: int
@@ -222,13 +247,27 @@ class TritonAttention:
         tile = self._tile(call, "shared_prefix")
         if call.group > tile.block_m:
             return None
+        num_seqs, members_per_tile = len(metadata.host_seq_lens), tile.block_m // call.group
+        target = target_items(self._device, call.num_kv_heads, 1)
+        if self._captured:
+            return self._stage_for(num_seqs, members_per_tile, target, call.query.device).prefixes
         groups = self._groups(
             metadata.host_block_tables, metadata.host_seq_lens, metadata.host_query_lens, metadata.block_size
         )
         if not groups:
             return None
-        target = target_items(self._device, call.num_kv_heads, 1)
-        return plan_prefixes(groups, len(metadata.host_seq_lens), tile.block_m // call.group, target, call.query.device)
+        lists = plan_prefixes(groups, num_seqs, members_per_tile, target)
+        return PrefixPlan.of(upload(lists.pack(lists.room), call.query.device), lists.room)
+
+    def _stage_for(self, num_seqs: int, members_per_tile: int, target: int, device: torch.device) -> _Stage:
+        """Made by the first run, which is not part of the capture: its memory stays where it is."""
+        if self._stage is None:
+            room = PrefixRoom.for_any(num_seqs, members_per_tile, target)
+            with torch.inference_mode(False):
+                buffer = torch.zeros(sum(room.sizes), dtype=torch.int32, device=device)
+            self._stage = _Stage(room, members_per_tile, target, PrefixPlan.of(buffer, room))
+        assert self._stage.room.num_seqs == num_seqs, "one instance for each captured step"
+        return self._stage
 
     def _tile(self, call: _Call, kernel: KernelName) -> Tile:
         return select_tile(self._device, kernel, call.head_dim, call.kv_cache.dtype, self._tiles)

@@ -7,6 +7,7 @@
     a tile's rows  (member, head of the group): 32 sequences of a group of 4 fill 128 rows, one product a key tile
 
     items   int32 [num_items, 5]   first member, number of members, first key, end key, first row of the partial results
+                                   (all zero: room of a captured step; no key is read, nothing is written)
     partial results                [split of the prefix, member of the group, head, BLOCK_D], group after group
 
 Every row sees every key of the prefix, which is cut to whole tiles: no mask. Only sequences with one new token take

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -75,11 +76,9 @@ def runner_of(loaded: LoadedModel) -> ModelRunner:
     return ModelRunner(loaded, kv_cache, tensors_only(select_kernels(CPU, "reference")), Sampler(), MAX_SEQS)
 
 
-def graphed(
-    runner: ModelRunner, sizes: list[int], pays: Callable[[StepPlan, int], bool] = lambda plan, block_size: False
-) -> Repeat:
-    captured = tensors_only(select_kernels(CPU, "reference"))
-    graphs = DecodeGraphs(lambda inputs: runner.forward(inputs, captured), pays, BLOCK_SIZE, CPU)
+def graphed(runner: ModelRunner, sizes: list[int], sharing: Callable[[], AttentionKernels] | None = None) -> Repeat:
+    plain = tensors_only(select_kernels(CPU, "reference"))
+    graphs = DecodeGraphs(runner.forward, plain, sharing, BLOCK_SIZE, CPU)
     repeat = Repeat()
     graphs.capture(sizes, table_width=NUM_BLOCKS // MAX_SEQS, capturer=repeat, progress=no_progress)
     runner.attach_graphs(graphs)
@@ -130,8 +129,9 @@ def test_padded_steps_give_the_tokens_and_the_cache_of_unpadded_ones(loaded: Loa
 def test_captured_largest_first() -> None:
     """A smaller graph then finds its memory in the pool; the other way round each needs more."""
     repeat = Repeat()
+    plain = select_kernels(CPU, "reference")
     graphs = DecodeGraphs(
-        lambda inputs: torch.zeros(inputs.input_ids.shape[0], 3), lambda plan, block_size: False, BLOCK_SIZE, CPU
+        lambda inputs, kernels: torch.zeros(inputs.input_ids.shape[0], 3), plain, None, BLOCK_SIZE, CPU
     )
     stages: list[float] = []
     graphs.capture([1, 4, 2], 3, repeat, lambda stage, fraction: stages.append(fraction))
@@ -156,19 +156,47 @@ def test_what_was_not_captured_runs_as_ever(loaded: LoadedModel) -> None:
     assert repeat.num_replays == before
 
 
-def test_a_step_that_shares_a_prefix_is_not_replayed(loaded: LoadedModel) -> None:
-    """The work list of a shared pass is the host's: replayed, it would be the captured step's."""
-    runner = runner_of(loaded)
-    asked: list[tuple[list[int], int]] = []
+class SharingKernels:
+    """Sets for steps that share: they see the host's numbers before a replay, and in it only tensors."""
 
-    def pays(plan: StepPlan, block_size: int) -> bool:
-        asked.append((plan.seq_lens, block_size))
-        return True
+    def __init__(self, pays: Callable[[StepPlan], bool]) -> None:
+        self._pays = pays
+        self.staged: list[tuple[int, list[int]]] = []  # which set, and the lengths of the step that it was asked for
+        self.used: list[int] = []  # the set of each attention that ran
+        self.num_sets = 0
 
-    repeat = graphed(runner, [4], pays)
-    decode(runner, prefilled(runner, [5, 9]), 2)
-    assert repeat.num_replays == 0
-    assert asked == [([6, 10], BLOCK_SIZE), ([7], BLOCK_SIZE)]
+    def __call__(self) -> AttentionKernels:
+        number, self.num_sets = self.num_sets, self.num_sets + 1
+        plain = tensors_only(select_kernels(CPU, "reference"))
+
+        def stage(plan: StepPlan, block_size: int) -> bool:
+            assert block_size == BLOCK_SIZE
+            self.staged.append((number, plan.seq_lens))
+            return self._pays(plan)
+
+        def attention(*arguments: Any, **rest: Any) -> torch.Tensor:
+            self.used.append(number)
+            return plain.paged_attention(*arguments, **rest)
+
+        return replace(plain, paged_attention=attention, stage_prefixes=stage)
+
+
+def test_a_step_that_shares_a_prefix_replays_the_graph_that_shares(loaded: LoadedModel) -> None:
+    """Over the same inputs as the other one; a sequence alone has nobody to share with, and no such graph."""
+    plain, runner = runner_of(loaded), runner_of(loaded)
+    sharing = SharingKernels(lambda plan: len(plan.seq_lens) == 2)
+    repeat = graphed(runner, [1, 2, 4], sharing)
+    assert sharing.num_sets == 2  # of 4 and of 2: the largest comes first
+    lengths = [5, 9, 7]
+    expected = decode(plain, prefilled(plain, lengths), 4)
+    ours = prefilled(runner, lengths)
+    sharing.used.clear()
+    assert decode(runner, ours, 4) == expected
+    # Two steps of three sequences: asked, told no; then two of two.
+    assert sharing.staged == [(0, [6, 10, 8]), (0, [7, 11, 9]), (1, [8, 12]), (1, [9, 13])]
+    assert sharing.used == [1] * 2 * loaded.num_layers
+    assert repeat.num_replays == 4
+    assert repeat.sizes == [4, 4, 2, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import torch
 
 from kernels import reference
 from kernels.block_copier import BlockCopier, BlockMove
-from kernels.heuristics import DeviceModel
+from kernels.heuristics import DeviceModel, select_tile
 from kernels.metadata import AttentionMetadata, StepPlan
 from kernels.rerotation import RotationTable, rerotate
+from kernels.shared_prefix import find_groups
 from kernels.triton_attention import TritonAttention
 from tests.kernels.paged_case import LAYER, PagedCase, Shape, build_case
 
@@ -229,14 +230,91 @@ def check_shared_prefix(shape: PrefixShape, shared: bool) -> None:
     arguments = {"scale": 0.25, "sliding_window": shape.sliding_window, "soft_cap": shape.soft_cap, "sinks": sinks}
 
     kernels = TritonAttention(SMALL_DEVICE, min_shared_saving=256)
-    plan = StepPlan.of(tables, cached, shape.new, block_size)
-    assert kernels.pays_to_share(plan, block_size) == shared, "what the engine asks before it leaves a graph"
-    assert not TritonAttention(SMALL_DEVICE, shares_prefixes=False).pays_to_share(plan, block_size)
     output = kernels.paged_attention(query, kv_cache, 1, metadata, **arguments)
     assert kernels.shares_now == shared
     expected = reference.paged_attention(query, kv_cache, 1, metadata, **arguments)
     tolerance = {torch.float32: 1e-5, torch.float16: 2.0**-7}[shape.dtype]
     torch.testing.assert_close(output, expected, rtol=0.0, atol=tolerance, equal_nan=False)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One step of a captured batch: `owners` as in `PrefixShape`, by sequence; the rest of the batch is padding."""
+
+    owners: Sequence[tuple[int, int]]
+    shared: bool  # whether the kernels are to find a group that pays
+
+
+def check_captured_prefixes(
+    size: int, replays: Sequence[Replay], device: DeviceModel, group: int, kv_dtype: torch.dtype | None
+) -> None:
+    """A graph is what the kernels launch for one metadata, again over the same tensors: nothing of the host's is read.
+
+    Captured with nothing in the batch; then each replay finds in its tensors what was put there, and stale numbers of
+    the replay before behind it. The tables of all members of a group, but the first of a tile, lead to wrong keys where
+    its prefix is: whoever reads it for itself shows.
+    """
+    block_size, num_kv_heads, head_dim, width, num_blocks = 16, 2, 16, 48, 400
+    generator = torch.Generator().manual_seed(0)
+    kv_cache = torch.randn(num_blocks, 2, 2, block_size, num_kv_heads, head_dim, generator=generator).half()
+    scales = None
+    if kv_dtype is not None:
+        kv_cache = (kv_cache.float() * 30).round().clamp(-120, 120).to(kv_dtype)
+        scales = torch.rand(2, 2, num_kv_heads, generator=generator) * 0.02 + 0.02
+    kv_cache[0] = 127 if kv_dtype == torch.int8 else torch.nan
+    num_heads = num_kv_heads * group
+    query = torch.zeros(size, num_heads, head_dim, dtype=torch.float16)
+    inputs = AttentionMetadata(
+        block_table=torch.zeros(size, width, dtype=torch.int32),
+        slot_mapping=torch.full((size,), -1),
+        cu_seqlens_q=torch.zeros(size + 1, dtype=torch.int32),
+        seq_lens=torch.zeros(size, dtype=torch.int32),
+        host_block_tables=[array("i", [0])] * size,
+        host_query_lens=[1] * size,
+        host_seq_lens=[1] * size,
+        block_size=block_size,
+    )
+    arguments = {"scale": 0.25, "sliding_window": None, "soft_cap": 8.0, "sinks": None}
+    kernels = TritonAttention(device, kv_scales=scales, captured=True, min_shared_saving=256)
+    kernels.paged_attention(query, kv_cache, 1, inputs, **arguments)
+    per_tile = select_tile(device, "shared_prefix", head_dim, kv_cache.dtype).block_m // group
+    for replay in replays:
+        num_seqs = len(replay.owners)
+        order = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+        common, rest = order[:40], order[40:]
+        tables: list[list[int]] = []
+        for prefix, own in replay.owners:
+            count = -(-own // block_size)
+            tables.append(common[: prefix // block_size] + rest[:count])
+            rest = rest[count:]
+        lens = [prefix + own for prefix, own in replay.owners]
+        metadata = AttentionMetadata.build(tables, [n - 1 for n in lens], [1] * num_seqs, block_size, "cpu")
+        inputs.block_table[:num_seqs, : metadata.block_table.shape[1]] = metadata.block_table
+        inputs.cu_seqlens_q[: num_seqs + 1] = metadata.cu_seqlens_q
+        inputs.cu_seqlens_q[num_seqs + 1 :] = num_seqs
+        inputs.seq_lens[:num_seqs] = metadata.seq_lens
+        inputs.seq_lens[num_seqs:] = 0
+        query[:num_seqs] = torch.randn(num_seqs, num_heads, head_dim, generator=generator).half()
+        query[num_seqs:] = torch.nan
+        plan = StepPlan.of(tables, [n - 1 for n in lens], [1] * num_seqs, block_size)
+        groups = find_groups(plan.block_tables, plan.seq_lens, range(num_seqs), block_size, 256)
+        assert kernels.stage_prefixes(plan, block_size) == bool(groups) == replay.shared
+        if not replay.shared:
+            continue  # the engine replays the graph that does not share
+        for found in groups:
+            others = [member for place, member in enumerate(found.members) if place % per_tile]
+            inputs.block_table[others, : found.num_keys // block_size] = 0
+        output = kernels.paged_attention(query, kv_cache, 1, inputs, **arguments)
+        expected = reference.paged_attention(query[:num_seqs], kv_cache, 1, metadata, **arguments, kv_scales=scales)
+        torch.testing.assert_close(output[:num_seqs], expected, rtol=0.0, atol=2.0**-7, equal_nan=False)
+
+
+def check_only_a_captured_step_is_staged() -> None:
+    """Before its capture, and in a set that is not captured, there is no list to put a step's groups into."""
+    tables = [[*range(32), 40], [*range(32), 41]]
+    plan = StepPlan.of(tables, [512, 512], [1, 1], 16)
+    for kernels in (TritonAttention(SMALL_DEVICE), TritonAttention(SMALL_DEVICE, captured=True, min_shared_saving=1)):
+        assert not kernels.stage_prefixes(plan, 16)
 
 
 def check_copies(shape: tuple[int, int, int], dtype: torch.dtype, copies: Sequence[Copy]) -> None:

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.heuristics import KEY_ALIGNMENT
-from kernels.shared_prefix import PrefixGroup, find_groups, plan_prefixes
+from kernels.heuristics import KEY_ALIGNMENT, DeviceModel
+from kernels.shared_prefix import PrefixGroup, PrefixPlan, PrefixRoom, find_groups, plan_prefixes
 from tests.kernels.triton import interpreted
 from tests.kernels.triton.conftest import Worker
-from tests.kernels.triton.interpreted import PrefixShape
+from tests.kernels.triton.interpreted import LARGE_DEVICE, SMALL_DEVICE, PrefixShape, Replay
 
 BLOCK_SIZE = 128  # so that a block is what keys are cut to
 
@@ -78,13 +78,24 @@ def test_groups_share_what_they_say(tables: list[list[int]], min_saving: int) ->
 def test_the_items_cover_each_member_and_key_once(
     sizes: list[tuple[int, int]], members_per_tile: int, target: int
 ) -> None:
-    """And each (member, split) has a row of the partial results of its own, where its sequence looks for it."""
+    """And each (member, split) has a row of the partial results of its own, where its sequence looks for it. The same
+    list fits into the room that a captured step of any larger size has, and items that it leaves have no members."""
     groups: list[PrefixGroup] = []
     num_seqs = 0
     for size, blocks in sizes:
         groups.append(PrefixGroup(tuple(range(num_seqs, num_seqs + size)), blocks * KEY_ALIGNMENT))
         num_seqs += size + 1
-    plan = plan_prefixes(groups, num_seqs, members_per_tile, target, torch.device("cpu"))
+    lists = plan_prefixes(groups, num_seqs, members_per_tile, target)
+    plan = PrefixPlan.of(lists.pack(lists.room), lists.room)
+    roomy = PrefixRoom.for_any(num_seqs + 3, members_per_tile, target)
+    padded = PrefixPlan.of(lists.pack(roomy), roomy)
+    count = len(plan.items)
+    assert torch.equal(padded.items[:count], plan.items)
+    assert not padded.items[count:].any()
+    for ours, theirs in ((padded.prefix_lens, plan.prefix_lens), (padded.prefix_partials, plan.prefix_partials)):
+        assert torch.equal(ours[:num_seqs], theirs)
+        assert not ours[num_seqs:].any()
+    assert all(view.data_ptr() % 16 == padded.buffer.data_ptr() % 16 for view in (padded.members, padded.prefix_lens))
     rows: dict[int, tuple[int, int, int]] = {}
     for first, count, begin, end, partial in plan.items.tolist():
         assert count <= members_per_tile
@@ -132,3 +143,29 @@ def test_a_layer_with_a_window_does_not_share(interpreter: Worker) -> None:
 def test_what_does_not_pay_is_not_shared(interpreter: Worker) -> None:
     shape = PrefixShape(owners=((128, 5), (128, 9)), new=(1, 1))
     interpreter(interpreted.check_shared_prefix, shape, shared=False)
+
+
+@pytest.mark.parametrize("device", [SMALL_DEVICE, LARGE_DEVICE], ids=["1 SM", "16 SMs"])
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+def test_a_captured_step_shares_what_each_replay_shares(
+    device: DeviceModel, kv_dtype: torch.dtype | None, interpreter: Worker
+) -> None:
+    """Other groups, other lengths, fewer sequences, and a step that shares nothing in between: no list of an earlier
+    replay is left in a later one."""
+    replays = (
+        Replay(((512, 5), (512, 40), (0, 30), (512, 1), (256, 9)), shared=True),
+        Replay(((256, 5), (256, 300), (256, 17), (256, 2), (256, 9), (256, 33)), shared=True),
+        Replay(((0, 5), (128, 40), (0, 90)), shared=False),
+        Replay(((640, 1), (640, 1)), shared=True),
+        Replay(((0, 20), (0, 7), (384, 50), (384, 3)), shared=True),
+    )
+    interpreter(interpreted.check_captured_prefixes, 6, replays, device, 3, kv_dtype)
+
+
+def test_a_captured_step_with_more_members_than_a_tile_holds(interpreter: Worker) -> None:
+    replays = (Replay(((256, 3),) * 7, shared=True), Replay(((512, 30),) * 3 + ((0, 4),), shared=True))
+    interpreter(interpreted.check_captured_prefixes, 8, replays, SMALL_DEVICE, 20, None)
+
+
+def test_only_a_captured_step_is_staged(interpreter: Worker) -> None:
+    interpreter(interpreted.check_only_a_captured_step_is_staged)
