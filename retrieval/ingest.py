@@ -70,6 +70,7 @@ class Ingestor:
         self._wake = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
         self._claimed: set[Job] = set()
+        self._num_running = 0
 
     async def start(self) -> None:
         self._workers = [asyncio.create_task(self._work()) for _ in range(_NUM_WORKERS)]
@@ -83,6 +84,11 @@ class Ingestor:
             for job in self._claimed:  # for another gateway, or this one when it is back, without waiting for the lease
                 await self._library.give_back(job)
         await self._parser.close()
+
+    @property
+    def is_working(self) -> bool:
+        """Whether this gateway ingests something now."""
+        return self._num_running > 0
 
     def wake(self) -> None:
         """There is a new job: do not wait until the next look."""
@@ -136,12 +142,14 @@ class Ingestor:
             return False
         job, attempt = claimed
         self._claimed.add(job)
+        self._num_running += 1
         renewing = asyncio.create_task(self._renew(job))
         try:
             await self._run(job, attempt)
             self._claimed.discard(job)
         finally:
             renewing.cancel()
+            self._num_running -= 1
         return True
 
     async def _renew(self, job: Job) -> None:
