@@ -322,15 +322,17 @@ def measure_ingestion(base_url: str, api_key: str, salt: str) -> Ingestion:
     files = {f"{salt}-{i}.txt": documents[i::INGESTED_FILES] for i in range(INGESTED_FILES)}
     with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
         store = client.vector_stores.create(name=f"ingest {salt}")
+        # As the model alone embeds something before it is measured: the parser starts with its first file.
+        first = client.vector_stores.files.upload_and_poll(
+            vector_store_id=store.id, file=(f"{salt}.txt", f"A first file ({salt}).".encode())
+        )
         ids = {
             client.files.create(file=(name, _as_file(salt, part)), purpose="assistants").id: name
             for name, part in files.items()
         }
         started = time.perf_counter()
-        batch = client.vector_stores.file_batches.create(store.id, file_ids=list(ids))
-        while batch.file_counts.in_progress:
-            time.sleep(0.02)
-            batch = client.vector_stores.file_batches.retrieve(batch.id, vector_store_id=store.id)
+        # Asks as often as the server says: asking all the time took a tenth of the machine, which no client shares.
+        batch = client.vector_stores.file_batches.create_and_poll(store.id, file_ids=list(ids))
         seconds = time.perf_counter() - started
         assert batch.file_counts.completed == len(files), batch.file_counts
         passages = [
@@ -338,7 +340,7 @@ def measure_ingestion(base_url: str, api_key: str, salt: str) -> Ingestion:
             for file_id, name in ids.items()
             for part in client.vector_stores.files.content(file_id, vector_store_id=store.id)
         ]
-        for file_id in ids:
+        for file_id in (first.id, *ids):
             client.files.delete(file_id)
         client.vector_stores.delete(store.id)
     return Ingestion(passages, seconds)

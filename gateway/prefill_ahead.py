@@ -4,7 +4,8 @@
                                               behind the tenant's most used system prompts
 
 Such a request runs only while nobody else is there, and its one token is thrown away; what stays is the KV of its
-prompt. The engine's cache order then begins with such a document, and a first question finds it warm.
+prompt. The engine's cache order then begins with such a document, and a first question finds it warm. An engine that
+is idle is not enough where something else needs its cores (`may_run`): an upload that is still being embedded.
 Each tenant has a budget of tokens per minute, so that an upload of a whole library neither keeps the device busy for
 an hour nor pushes everybody else's KV out. Nothing is done for a tenant that leaves nothing in the cache.
 """
@@ -73,6 +74,7 @@ class PrefillAhead:
         is_public: Callable[[str, str], Awaitable[bool]],
         tokens_per_minute: int,
         may_store: Callable[[str], bool],
+        may_run: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -84,6 +86,7 @@ class PrefillAhead:
         self._rate = tokens_per_minute / 60
         self._capacity = float(tokens_per_minute)
         self._may_store = may_store
+        self._may_run = may_run
         self._clock = clock
         self._tenants: dict[str, _Ahead] = {}
         self._wake = asyncio.Event()
@@ -129,6 +132,8 @@ class PrefillAhead:
 
     async def run_one(self) -> bool:
         """Prefills one document behind the tenant's system prompts. False: nothing to do, or nothing left to spend."""
+        if not self._may_run():
+            return False
         for tenant, ahead in self._tenants.items():
             self._refill(ahead)
             if not self._may_store(tenant):

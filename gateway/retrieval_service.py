@@ -47,6 +47,7 @@ class RetrievalService:
         self.embedder = embedder
         self._redis = redis
         self._models = models
+        self._engine = engine
         commands = RedisCommands(redis)
         self.library = Library(commands)
         self.indexes = SearchIndexes(self.library, commands, embedder)
@@ -64,6 +65,7 @@ class RetrievalService:
             self._is_public,
             settings.prefill_tokens_per_minute,
             may_store,
+            self._may_prefill,
         )
         parser = ParserProcess(timeout_seconds=settings.parse_seconds, memory_bytes=settings.parse_memory)
         self.ingestor = Ingestor(self.library, parser, embedder, self._tokenizer, self._ingested)
@@ -96,6 +98,12 @@ class RetrievalService:
         for name in names:
             await self.indexes.current(name)
         return self.indexes.find(names, document_id) is not None
+
+    def _may_prefill(self) -> bool:
+        """Not while the embedder needs the cores that the engine would take."""
+        info = self._engine.info
+        shares_cores = not self.settings.embedder_endpoint and info is not None and info.device == "cpu"
+        return not (shares_cores and self.ingestor.is_working)
 
     def _ingested(self, job: Job, member: CollectionFile) -> None:
         self.prefill.offer(job.tenant, member.chunk_ids)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
+from functools import lru_cache
 
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
 from tokenizers import Tokenizer
@@ -23,18 +24,31 @@ from retrieval.records import Chunking
 _CHARACTERS_A_TOKEN = 4
 _SECTION_CHUNKS = 4
 _ANCHOR = 4
+_KEPT_SPLITTERS = 4  # a tokenizer's copy each, in a process with a limit on its memory
 _HEADING = re.compile(r"#{1,3} ")
 
 
-def split_text(parsed: ParsedText, chunking: Chunking, tokenizer: Tokenizer) -> list[str]:
-    splitter_type = MarkdownSplitter if parsed.is_markdown else TextSplitter
-    splitter = splitter_type.from_huggingface_tokenizer(tokenizer, chunking.max_tokens, overlap=chunking.overlap_tokens)
-    min_length = chunking.max_tokens * _CHARACTERS_A_TOKEN * _SECTION_CHUNKS
-    chunks: list[str] = []
-    for section in sections(parsed, min_length):
-        parts = splitter.chunks(section)
-        chunks += parts if chunking.overlap_tokens else _merge_small(parts, chunking.max_tokens, tokenizer)
-    return chunks
+class TextChunker:
+    """Of one tokenizer. Splitters are kept: each copies the tokenizer, which takes longer than splitting a file."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._splitter = lru_cache(_KEPT_SPLITTERS)(self._make_splitter)
+
+    def split(self, parsed: ParsedText, chunking: Chunking) -> list[str]:
+        splitter = self._splitter(chunking.max_tokens, chunking.overlap_tokens, is_markdown=parsed.is_markdown)
+        min_length = chunking.max_tokens * _CHARACTERS_A_TOKEN * _SECTION_CHUNKS
+        chunks: list[str] = []
+        for section in sections(parsed, min_length):
+            parts = splitter.chunks(section)
+            chunks += parts if chunking.overlap_tokens else _merge_small(parts, chunking.max_tokens, self._tokenizer)
+        return chunks
+
+    def _make_splitter(
+        self, max_tokens: int, overlap_tokens: int, *, is_markdown: bool
+    ) -> TextSplitter | MarkdownSplitter:
+        splitter_type = MarkdownSplitter if is_markdown else TextSplitter
+        return splitter_type.from_huggingface_tokenizer(self._tokenizer, max_tokens, overlap=overlap_tokens)
 
 
 def _merge_small(parts: list[str], max_tokens: int, tokenizer: Tokenizer) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -62,6 +63,14 @@ class _File:
     keys: list[int]
 
 
+@dataclass(slots=True)
+class _Alike:
+    """Files with the same attributes: a filter decides on all of them at once."""
+
+    attributes: Attributes
+    numbers: set[int]
+
+
 class CollectionIndex:
     """Not thread-safe: one thread owns it (`SearchIndexes`)."""
 
@@ -74,6 +83,7 @@ class CollectionIndex:
         self._passages: dict[int, Passage] = {}
         self._by_document: dict[str, int] = {}  # one key of each document
         self._files: dict[str, _File] = {}
+        self._alike: dict[bytes, _Alike] = {}
         self._next_key = 0
         self._next_file = 0
 
@@ -86,6 +96,9 @@ class CollectionIndex:
 
     def generations(self) -> dict[str, str]:
         return {file_id: file.generation for file_id, file in self._files.items()}
+
+    def has_attributes(self, file_id: str, attributes: Attributes) -> bool:
+        return _attributes_key(self._files[file_id].attributes) == _attributes_key(attributes)
 
     def add_file(self, member: CollectionFile, chunks: Sequence[Chunk]) -> None:
         """The whole file; one that is there already is replaced in the same step."""
@@ -114,12 +127,16 @@ class CollectionIndex:
             self._vectors.add(file.keys, vectors, file.number)
         self._words.change(entries, stale)
         self._files[member.file_id] = file
+        self._join_alike(file)
 
     def remove_file(self, file_id: str) -> None:
         self._words.change([], self._forget(file_id))
 
     def set_attributes(self, file_id: str, attributes: Attributes) -> None:
-        self._files[file_id].attributes = attributes
+        file = self._files[file_id]
+        self._leave_alike(file)
+        file.attributes = attributes
+        self._join_alike(file)
 
     def find(self, document_id: str) -> Found | None:
         key = self._by_document.get(document_id)
@@ -134,7 +151,7 @@ class CollectionIndex:
     ) -> list[Found]:
         """The `k` best passages, of different texts, from files whose attributes `keep` lets pass."""
         weights = weights or Weights()
-        files = None if keep is None else [file.number for file in self._files.values() if keep(file.attributes)]
+        files = None if keep is None else self._kept(keep)
         num_candidates = max(_MIN_CANDIDATES, _CANDIDATES * k)
         rankings: list[tuple[list[int], float]] = []
         if weights.vector > 0:
@@ -144,6 +161,19 @@ class CollectionIndex:
             worded = self._words.search(text, num_candidates, files)
             rankings.append(([key for key, _ in worded], weights.text))
         return self._distinct(fuse(rankings), k)
+
+    def _kept(self, keep: Predicate) -> list[int]:
+        return [number for alike in self._alike.values() if keep(alike.attributes) for number in alike.numbers]
+
+    def _join_alike(self, file: _File) -> None:
+        alike = self._alike.setdefault(_attributes_key(file.attributes), _Alike(file.attributes, set()))
+        alike.numbers.add(file.number)
+
+    def _leave_alike(self, file: _File) -> None:
+        key = _attributes_key(file.attributes)
+        self._alike[key].numbers.remove(file.number)
+        if not self._alike[key].numbers:
+            del self._alike[key]
 
     def _distinct(self, ranked: Sequence[tuple[int, float]], k: int) -> list[Found]:
         found: dict[str, Found] = {}
@@ -161,9 +191,15 @@ class CollectionIndex:
         file = self._files.pop(file_id, None)
         if file is None:
             return []
+        self._leave_alike(file)
         self._vectors.remove(file.keys)
         for key in file.keys:
             document_id = self._passages.pop(key).document_id
             if self._by_document.get(document_id) == key:
                 del self._by_document[document_id]
         return file.keys
+
+
+def _attributes_key(attributes: Attributes) -> bytes:
+    """Not the values themselves: in Python 1 and True are equal, for a filter they are not."""
+    return msgspec.json.encode(attributes, order="deterministic")

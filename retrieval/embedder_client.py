@@ -3,7 +3,8 @@
     embed(texts) ──► Embed(id) ──zmq──► the process ──► Vectors(id) ──► the future of that id
 
 No answer for `_SILENCE` seconds although a `Describe` has been sent fails whatever waits: the process is gone, or
-stuck. zmq connects again by itself when another is started in its place; what the old one was asked fails then.
+stuck (one whose worker is stuck ends by itself). zmq connects again by itself when another is started in its place;
+what the old one was asked fails then.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from retrieval.embedder_protocol import (
 from retrieval.errors import EmbedderUnavailableError
 
 _HEARTBEAT = 2.0
-_SILENCE = 60.0  # a large micro-batch on a slow machine takes some seconds
+_SILENCE = 60.0  # long, for a machine that has no time for the embedder; it answers a `Describe` also while it computes
 _START_SECONDS = 120.0
 
 Floats = NDArray[np.float32]
@@ -75,7 +76,7 @@ class EmbedderClient:
 
     @property
     def connected(self) -> bool:
-        """Whether it has been heard lately; it says nothing while it computes."""
+        """Whether it has been heard lately."""
         return self._info is not None and asyncio.get_running_loop().time() - self._heard_at < _SILENCE / 2
 
     async def start(self) -> None:

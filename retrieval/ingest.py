@@ -4,9 +4,12 @@
                                                   ─► embed and tokenize the rest, some at a time ─► settle
 
 Whatever stops it, somebody takes it up again: a claim is a lease, renewed while the work goes on, and the chunks that
-are stored already are found and not embedded again. So a crash costs the batch it happened in. A file that takes its
+are stored already are found and not embedded again. So a crash costs the batches under way. A file that takes its
 gateway or its embedder down with it is given up after `_MAX_ATTEMPTS` without progress; while the embedder is away
-nothing is claimed. Two files are worked on at a time: one is parsed while the other is embedded.
+nothing is claimed.
+
+The embedder is the slowest part, and never waits for the others: two files are worked on at a time, so that one is
+parsed while the other is embedded, and of each file two batches, so that one is tokenized and stored meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +40,8 @@ _LEASE_SECONDS = 15.0
 _RENEW_SECONDS = 4.0
 _LOOK_SECONDS = 1.0  # for jobs of others that nobody told us of
 _NUM_WORKERS = 2
-_EMBED_AT_ONCE = 64
+_EMBED_AT_ONCE = 32
+_BATCHES_UNDER_WAY = 2  # of one file
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class Ingestor:
         self._wake = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
         self._claimed: set[Job] = set()
+        self._num_running = 0
 
     async def start(self) -> None:
         self._workers = [asyncio.create_task(self._work()) for _ in range(_NUM_WORKERS)]
@@ -78,6 +84,11 @@ class Ingestor:
             for job in self._claimed:  # for another gateway, or this one when it is back, without waiting for the lease
                 await self._library.give_back(job)
         await self._parser.close()
+
+    @property
+    def is_working(self) -> bool:
+        """Whether this gateway ingests something now."""
+        return self._num_running > 0
 
     def wake(self) -> None:
         """There is a new job: do not wait until the next look."""
@@ -131,12 +142,14 @@ class Ingestor:
             return False
         job, attempt = claimed
         self._claimed.add(job)
+        self._num_running += 1
         renewing = asyncio.create_task(self._renew(job))
         try:
             await self._run(job, attempt)
             self._claimed.discard(job)
         finally:
             renewing.cancel()
+            self._num_running -= 1
         return True
 
     async def _renew(self, job: Job) -> None:
@@ -181,17 +194,37 @@ class Ingestor:
         chunks = _without_vectors(texts, title, embedder, tokenizer)
         missing = await self._library.put_chunks(job, chunks)
         new = [chunk for chunk in chunks if chunk.id in missing]
-        for start in range(0, len(new), _EMBED_AT_ONCE):
-            if await self._is_gone(job, member):
-                break
-            await self._library.put_chunks(job, await self._embedded(new[start : start + _EMBED_AT_ONCE], tokenizer))
-            await self._library.note_progress(job)
+        await self._embed_and_store(job, member, new, tokenizer)
         return msgspec.structs.replace(
             member,
             status=FileStatus.COMPLETED,
             chunk_ids=tuple(chunk.id for chunk in chunks),
             usage_bytes=sum(len(chunk.text.encode()) + 4 * embedder.dimension for chunk in chunks),
         )
+
+    async def _embed_and_store(
+        self, job: Job, member: CollectionFile, chunks: Sequence[Chunk], tokenizer: ModelTokenizer
+    ) -> None:
+        """Stops without an error when the file is gone."""
+        under_way: deque[asyncio.Task[list[Chunk]]] = deque()
+        try:
+            for start in range(0, len(chunks), _EMBED_AT_ONCE):
+                if len(under_way) == _BATCHES_UNDER_WAY:
+                    await self._store(job, await under_way.popleft())
+                if await self._is_gone(job, member):
+                    return
+                part = chunks[start : start + _EMBED_AT_ONCE]
+                under_way.append(asyncio.create_task(self._embedded(part, tokenizer)))
+            while under_way:
+                await self._store(job, await under_way.popleft())
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+
+    async def _store(self, job: Job, chunks: Sequence[Chunk]) -> None:
+        await self._library.put_chunks(job, chunks)
+        await self._library.note_progress(job)
 
     async def _is_gone(self, job: Job, member: CollectionFile) -> bool:
         now = await self._library.find_member(job.tenant, job.collection_id, job.file_id)

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import msgspec
 from tokenizers import Tokenizer
 
-from retrieval.chunking import split_text
+from retrieval.chunking import TextChunker
 from retrieval.errors import FileContentError, FileErrorCode
 from retrieval.parsing import parse_file
 from retrieval.records import Chunking
@@ -54,21 +54,22 @@ def frame(message: ToWorker | FromWorker) -> bytes:
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
-    tokenizer: Tokenizer | None = None
+    chunker: TextChunker | None = None
     while head := source.read(LENGTH_BYTES):
         message = msgspec.msgpack.decode(source.read(int.from_bytes(head, "big")), type=ToWorker)
         if isinstance(message, UseTokenizer):
             tokenizer = Tokenizer.from_str(message.json.decode())
             tokenizer.no_truncation()
+            chunker = TextChunker(tokenizer)
             continue
-        assert tokenizer is not None, "the parent sends it first"
-        sink.write(frame(_answer(message, tokenizer)))
+        assert chunker is not None, "the parent sends the tokenizer first"
+        sink.write(frame(_answer(message, chunker)))
         sink.flush()
 
 
-def _answer(job: ParseJob, tokenizer: Tokenizer) -> FromWorker:
+def _answer(job: ParseJob, chunker: TextChunker) -> FromWorker:
     try:
-        return ParsedFile(split_text(parse_file(job.filename, job.content), job.chunking, tokenizer))
+        return ParsedFile(chunker.split(parse_file(job.filename, job.content), job.chunking))
     except FileContentError as error:
         return ParseFailure(error.code, error.message)
     except (MemoryError, RecursionError) as error:

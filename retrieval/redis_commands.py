@@ -7,7 +7,9 @@ to come out as `StoreUnavailableError`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Protocol, cast
 
@@ -49,32 +51,26 @@ class RedisCommands:
         self._digests: dict[str, str] = {}
 
     async def run(self, *command: Value) -> object:
-        try:
+        async with _one_kind_of_error():
             return await self._commands.execute_command(*command)
-        except (RedisError, OSError) as error:
-            raise StoreUnavailableError(f"The store cannot be reached: {error}") from error
 
     async def run_all(self, commands: Sequence[Sequence[Value]], *, atomic: bool = False) -> list[object]:
         """Many commands in one round trip; `atomic`: all or none, and nothing of others in between."""
         if not commands:
             return []
-        try:
+        async with _one_kind_of_error():
             pipeline = cast("_Pipeline", self._redis.pipeline(transaction=atomic))
             for command in commands:
                 pipeline.execute_command(*command)
             return await pipeline.execute()
-        except (RedisError, OSError) as error:
-            raise StoreUnavailableError(f"The store cannot be reached: {error}") from error
 
     async def script(self, name: str, keys: Sequence[str], args: Sequence[Value]) -> object:
         digest = self._digests.get(name) or await self._load(name)
-        try:
+        async with _one_kind_of_error():
             try:
                 return await self._commands.evalsha(digest, len(keys), *keys, *args)
             except NoScriptError:  # the store was restarted, or its scripts were flushed
                 return await self._commands.evalsha(await self._load(name), len(keys), *keys, *args)
-        except (RedisError, OSError) as error:
-            raise StoreUnavailableError(f"The store cannot be reached: {error}") from error
 
     async def get(self, key: str) -> bytes | None:
         return cast("bytes | None", await self.run("GET", key))
@@ -94,3 +90,18 @@ class RedisCommands:
         digest = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
         self._digests[name] = digest
         return digest
+
+
+@asynccontextmanager
+async def _one_kind_of_error() -> AsyncGenerator[None, None]:
+    """Around one command. A cancellation stays one: the client makes a connection error of it, or tries once more and
+    answers, and a background task that does not end when it is cancelled is waited for without end."""
+    task = asyncio.current_task()
+    cancelled_before = 0 if task is None else task.cancelling()
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise StoreUnavailableError(f"The store cannot be reached: {error}") from error
+    finally:
+        if task is not None and task.cancelling() > cancelled_before:
+            raise asyncio.CancelledError

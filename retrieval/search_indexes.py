@@ -136,10 +136,10 @@ class SearchIndexes:
         for file_id in known.keys() - members.keys():
             await self._on_thread(index.remove_file, file_id)
         for file_id, member in members.items():
-            if known.get(file_id) == member.generation:
-                await self._on_thread(index.set_attributes, file_id, member.attributes)
-            else:
+            if known.get(file_id) != member.generation:
                 await self._add(name, index, member)
+            elif not index.has_attributes(file_id, member.attributes):
+                await self._on_thread(index.set_attributes, file_id, member.attributes)
 
     async def _add(self, name: Name, index: CollectionIndex, member: CollectionFile) -> None:
         chunks = await self._library.chunks(name[0], member.chunk_ids)

@@ -316,6 +316,32 @@ def test_a_first_question_finds_its_document_warm(store_url: str) -> None:
         assert cached_tokens(answer) >= 0.8 * len(document)
 
 
+def test_nothing_is_prefilled_ahead_while_an_upload_is_embedded(store_url: str) -> None:
+    """The engine was idle, but not the cores: prefilling the first files slowed down the ingestion of the others."""
+    flush(store_url)
+    ahead = msgspec.structs.replace(SETTINGS.retrieval, prefill_tokens_per_minute=100_000)
+    with (
+        running(store_url, msgspec.structs.replace(SETTINGS, retrieval=ahead)) as retrieval,
+        retrieval.client() as client,
+    ):
+
+        def num_prefilled() -> int:
+            return sum(submit.when_idle for submit in retrieval.engine.submitted)
+
+        empty, _ = retrieval.store_with(client, {})
+        retrieval.ask(client, "Anything?", empty)
+        retrieval.gateway.on_loop(lambda: retrieval.embedder.hold(after=1))
+        names = ("rome.txt", "paris.txt")
+        ids = [client.files.create(file=(name, str(CITIES[name]).encode()), purpose="assistants").id for name in names]
+        store = client.vector_stores.create()
+        client.vector_stores.file_batches.create(store.id, file_ids=ids)
+        retrieval.gateway.wait_until(lambda: client.vector_stores.retrieve(store.id).file_counts.completed == 1)
+        assert retrieval.embedder.held.is_set()
+        assert num_prefilled() == 0
+        retrieval.gateway.on_loop(retrieval.embedder.release)
+        retrieval.gateway.wait_until(lambda: num_prefilled() >= len(names))
+
+
 def test_what_a_pinned_collection_holds_is_kept_warm_and_on_disk(store_url: str) -> None:
     """Also a file that comes later: the collection is pinned, not what it held that day."""
     flush(store_url)

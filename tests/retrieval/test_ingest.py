@@ -96,7 +96,7 @@ async def test_a_crash_in_the_middle_costs_what_was_under_way(parts: Parts, stor
     text = "\n\n".join(f"Paragraph {i} speaks of subject {i * 7919}. " + "word " * 60 for i in range(200))
     file = await parts.library.add_file(parts.tenant, "long.txt", "assistants", text.encode())
     await parts.library.attach(parts.tenant, collection, Attachment(file.id, {}, CHUNKING))
-    parts.embedder.hold(after=1)  # the second batch hangs, and then its process is killed
+    parts.embedder.hold(after=2)  # the third batch begins when the first is stored; then the process is killed
     running = asyncio.create_task(parts.ingestor.run_one())
     await parts.embedder.held.wait()
     running.cancel()

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import pytest_asyncio
 
-from retrieval.chunking import sections, split_text
+from retrieval.chunking import TextChunker, sections
 from retrieval.errors import FileContentError
 from retrieval.parser_process import ParserProcess
 from retrieval.parsing import ParsedText, parse_file
@@ -18,6 +18,7 @@ from tests.gateway.byte_tokenizer import byte_tokenizer
 from tests.retrieval.real_texts import real_text
 
 TOKENIZER = byte_tokenizer()
+CHUNKER = TextChunker(TOKENIZER)
 CHUNKING = Chunking(max_tokens=400, overlap_tokens=0)
 
 
@@ -95,7 +96,7 @@ async def test_a_pdf_bomb_fails_and_the_next_file_is_read(parser: ParserProcess)
 def test_chunks_have_at_most_the_tokens_and_together_all_words() -> None:
     for name in ("argparse", "textwrap", "json"):
         text = real_text(name)
-        chunks = split_text(ParsedText(text, is_markdown=False), CHUNKING, TOKENIZER)
+        chunks = CHUNKER.split(ParsedText(text, is_markdown=False), CHUNKING)
         assert all(len(chunk.encode()) <= CHUNKING.max_tokens for chunk in chunks)
         assert " ".join(chunks).split() == text.split()
 
@@ -111,6 +112,6 @@ def test_sections_fall_into_step_again_after_an_edit() -> None:
 
 def test_overlap_repeats_the_end_of_a_chunk() -> None:
     chunking = Chunking(max_tokens=400, overlap_tokens=150)
-    chunks = split_text(ParsedText(real_text("argparse"), is_markdown=False), chunking, TOKENIZER)
+    chunks = CHUNKER.split(ParsedText(real_text("argparse"), is_markdown=False), chunking)
     repeated = sum(bool(set(one.split("\n")) & set(two.split("\n"))) for one, two in pairwise(chunks))
     assert repeated > len(chunks) // 3
