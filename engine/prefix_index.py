@@ -358,7 +358,7 @@ class PrefixIndex:
         scopes = sequence.scopes_up_to(len(block_ids))
         source, shared = self._closest_child(node, scopes, wanted)
         # Only what this sequence may read: that somebody else went on from here is none of its business (I5).
-        others = node is not self.root and any(scope in scopes for scope in node.labels or ())
+        others = node is not self.root and any(scope in (node.labels or ()) for scope in scopes)
         diverged = shared > 0 or others
         reason = self._miss_reason(node, node.num_blocks, sequence, len(block_ids), diverged)
         return PrefixMatch(block_ids, node, node.num_blocks, num_tokens + shared, source, shared, reason)
@@ -719,9 +719,10 @@ class PrefixIndex:
 
     def _erase_document(self, document: str, selection: Selection, done: Erasure) -> None:
         for node in list(self._by_document.get(document, ())):
-            if not selection.has_block(node.owner.name, node.scope):
-                continue
-            start = min(block for block, found in node.documents if found == document)
+            starts = [block for block, found in node.documents if found == document]
+            if not starts or not selection.has_block(node.owner.name, node.scope):
+                continue  # nothing is left of a node that stood below one of the others
+            start = min(starts)
             if start > node.first_block:
                 self._split(node, start - node.first_block)  # `node` keeps the lower part
             self._erase_subtree(node, done)
