@@ -40,10 +40,12 @@ class Admission:
     context: RequestContext
 
     def note_answer(self, use: ModelUse) -> None:
+        """The engine has begun: this is used, whatever becomes of the request."""
         self.context.answer = self.meter.answer = use
+        self.meter.taken_on = True
 
     def note_rewriting(self, use: ModelUse) -> None:
-        """The engine has begun: even if nothing else becomes of the request, this is used, and its client is told."""
+        """As `note_answer`; and its client is told."""
         self.context.rewriting = self.meter.rewriting = use
         self.meter.taken_on = True
         self.context.headers = self.meter.headers()

@@ -155,7 +155,6 @@ class Answer:
         tally = _Tally(len(self._submits), self._choices_per_prompt, admission)
         updates = _noted(generation.updates(), tally)
         early = await _until_accounted(updates, tally)
-        admission.meter.taken_on = True
         if len(self._submits) == self._choices_per_prompt:  # an account of several prompts lies along none of them
             context.segments = in_prompt_order(self._submits[0].segments, tally.document_order)
         context.causes = await self._form.begin(tally.account, tally.document_order)

@@ -32,7 +32,7 @@ class Interruption:
             self._generation.fail(self._error)
 
     def check(self) -> None:
-        """Between two generations. Raises what has ended the request meanwhile."""
+        """Where no generation runs. Raises what has ended the request meanwhile."""
         if self._error is not None:
             raise self._error
 

@@ -76,7 +76,9 @@ class VectorStoreSearch:
 
         async def reply(admission: Admission, send: Send) -> None:
             texts = await rewrite(self._engine, rewriting, admission)
+            admission.interruption.check()
             page = await self._page(name, replace(query, texts=texts), admission.meter.rewriting)
+            admission.interruption.check()
             await admission.settle()
             await send_json(send, page)
 

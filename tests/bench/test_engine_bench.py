@@ -88,7 +88,7 @@ def bare_packages(tmp_path: Path) -> Path:
 
 
 def test_the_benches_need_torch_triton_and_transformers_alone(bare_packages: Path) -> None:
-    """A machine with a GPU is lent with these three, and without a network to fetch more."""
+    """A rented GPU machine often has these three only, and without a network to fetch more."""
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{bare_packages}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-S", "-c", BENCH], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
