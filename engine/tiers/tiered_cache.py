@@ -272,7 +272,7 @@ class TieredCache:
 
     # ------------------------------------------------------------------ up
 
-    def start_reads(self, match: TierMatch) -> bytes | None:
+    def start_reads(self, match: TierMatch, *, used: bool = True) -> bytes | None:
         """Bring a match's disk blocks into the host tier; the key to wait for, None when nothing can come.
 
         The host tier takes a path from the root on, so what it lacks above them is read, too.
@@ -297,7 +297,8 @@ class TieredCache:
             last = slot
         if last is None:
             return None
-        self.disk.touch(last)
+        if used:
+            self.disk.touch(last)
         return directory.key(last)
 
     def is_reading(self, key: bytes) -> bool:
@@ -465,7 +466,7 @@ class TieredCache:
                 return
             leaf = self._preload.pop()
             if self.disk.directory.is_ready(leaf):
-                self.start_reads(TierMatch(disk_slots=[leaf]))
+                self.start_reads(TierMatch(disk_slots=[leaf]), used=False)  # that nobody asked for is no use of it
                 self._brought.append(self.disk.directory.key(leaf))
 
     def take_preloaded(self) -> list[int]:
@@ -474,7 +475,10 @@ class TieredCache:
         if not self._is_preloaded:
             return []
         keys, self._brought, self._is_preloaded = self._brought, [], False
-        return [slot for key in keys if (slot := self.host.find(key)) is not None]
+        leaves = [slot for key in keys if (slot := self.host.find(key)) is not None]
+        for slot in reversed(leaves):  # read in the reverse of the order in which they are to go
+            self.host.touch(slot)
+        return leaves
 
     def _read(self, done: IoDone) -> None:
         slot = done.job.host_slot

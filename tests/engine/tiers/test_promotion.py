@@ -12,7 +12,7 @@ import pytest
 from engine.batch import SchedulerOutput
 from engine.erasure import Selection
 from engine.in_flight import PendingStep
-from engine.protocol import Erase
+from engine.protocol import Erase, pack_tokens
 from tests.engine.harness import SCOPE_A, SCOPE_B, Harness
 from tests.engine.tiers.store_process import StoreProcess
 from tests.engine.tiers.test_restart import PROMPT, ask, big, expect
@@ -88,6 +88,30 @@ def test_half_of_the_device_stays_free_and_what_was_used_last_is_evicted_last(
         manager.evict(20)
         found = [cached_by_tier(second.harness, prompt)[0] for prompt in prompts]
         assert found == [0, 0, 0, 0, 40]
+
+
+def test_what_nobody_asked_for_is_not_used_by_coming_back(
+    first: TieredEngine, restart: Restart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each restart reversed who goes first, and nothing that it brings back was ever too old."""
+    clock = count(int(time.time()))
+    monkeypatch.setattr("engine.tiers.disk_tier.time.time", lambda: next(clock))
+    prompts = [[n, *range(40)] for n in range(3)]
+    for prompt in prompts:
+        ask(first, prompt)
+    with restart() as second:
+        restored(second)
+        assert last_uses(second) == last_uses(first)
+        second.tiers.host.evict(20, "x")
+        left = [second.tiers.host.tokens(slot) for slot in second.tiers.host.ready_slots()]
+        assert pack_tokens([2, 0, 1, 2]) in left
+        assert not {pack_tokens([0, 0, 1, 2]), pack_tokens([1, 0, 1, 2])} & set(left)
+
+
+def last_uses(engine: TieredEngine) -> dict[bytes, tuple[int, int]]:
+    directory = engine.disk.directory
+    assert directory is not None
+    return {directory.key(slot): (directory.last_used[slot], directory.hits(slot)) for slot in directory.ready_slots()}
 
 
 def test_erasing_a_document_reaches_what_came_back_of_it(first: TieredEngine, restart: Restart) -> None:
