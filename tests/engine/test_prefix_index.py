@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.erasure import Selection, document_key
 from engine.errors import InvalidRequestError
 from engine.prefix_index import MissReason, Node, Place, PrefixIndex, PrefixMatch
 from engine.protocol import pack_tokens, unpack_tokens
@@ -371,3 +372,18 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("attempt", range(8))
+def test_a_document_that_stands_twice_on_a_path_is_erased_with_all_behind_it(attempt: int) -> None:
+    """The part below went with the part above, and was then looked at again; which came first was chance."""
+    index = PrefixIndex(BLOCK)
+    tokens = [1, 1, 2, 2, 3, 3, 2, 2, 4, 4]  # the document is 2, 2
+    document = document_key("t", f"d{attempt}")
+    for n, prompt in enumerate((tokens, [*tokens[:6], 9, 9])):  # the other one forks between the two
+        sequence = ScopedTokens(BLOCK, [(pack_tokens(prompt), A, "t")], [(2, document), (6, document)][: 2 - n])
+        Holder(index, sequence, 10 * (n + 1)).release()
+    freed = index.erase(Selection(document_ids=frozenset({f"d{attempt}"}))).freed
+    assert sorted(freed) == [11, 12, 13, 14, 20]
+    assert index.num_blocks == 1
+    index.check_integrity(lambda block_id: 0)
