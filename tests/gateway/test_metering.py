@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from engine.protocol import Delta, Submit
 from engine.settings import ServerSettings, Settings, TenantSettings, UsageSettings
 from gateway.auth import hash_api_key
 from tests.gateway.admin_client import AdminClient
@@ -266,6 +268,30 @@ def test_an_engine_failure_in_mid_stream_is_counted_as_failed(stored_gateway: Ru
     assert "engine_step_failed" in response.text
     page = usage_of(stored_gateway)
     assert [total(page, name) for name in ("num_model_requests", "num_failed", "output_tokens")] == [1, 1, 3]
+
+
+class FailsBehindTheFirst(FakeEngine):
+    """What is to fail does so once another prompt has its first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = asyncio.Event()
+
+    async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
+        if self.question(submit).startswith("fail:"):
+            await self._begun.wait()
+        async for delta in super().generate(submit):
+            yield delta
+            self._begun.set()
+
+
+def test_a_prompt_that_was_computed_is_counted_though_the_next_one_failed(empty_store_url: str) -> None:
+    """I9: its tokens were in the metrics, and in no usage, since the answer had not begun."""
+    for gateway in run_gateway_thread(FailsBehindTheFirst(), store_url=empty_store_url):
+        assert complete(gateway, [QUESTION, "fail:engine_step_failed"]).status_code == 503
+        page = usage_of(gateway)
+        names = ("num_model_requests", "num_failed", "input_tokens")
+        assert [total(page, name) for name in names] == [1, 1, len(QUESTION)]
 
 
 def test_usage_by_tenant_key_and_model(stored_gateway: RunningGateway) -> None:
