@@ -51,6 +51,7 @@ def test_int8_scales_hold_the_largest_and_are_less_than_a_tenth_too_large() -> N
     scales = scales_for(sizes, torch.int8)
     assert bool((scales * 127 >= sizes * 0.99999).all())
     assert bool((scales * 127 <= sizes * 2.0**0.125).all())
+    assert torch.equal(scales.bfloat16().float(), scales)  # what multiplies in bf16 has the same scale
     # What another order of summation changes in the last bits changes none of these thirty.
     assert torch.equal(scales_for(sizes * (1 + 1e-6), torch.int8), scales)
 
