@@ -206,6 +206,10 @@ class EvictionOrder:
                 return entry.leaf, min(owner.excess, entry.leaf.num_blocks)
         return self._by_priority(pressed_by) or self._from_the_shelves()
 
+    def over_quota(self) -> list[str]:
+        """Owners that have more than their quota: what is in use cannot go."""
+        return list(self._over_quota)
+
     def own_victim(self, owner: Owner) -> Leaf | None:
         """The owner's lowest leaf."""
         entry = _first_valid(owner.heap)

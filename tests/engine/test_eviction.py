@@ -269,7 +269,24 @@ def test_a_quota_bounds_what_a_tenant_keeps_and_refuses_nothing() -> None:
         name = harness.submit(prompt, 2, tenant="small", policy=policy)
         harness.run()
         assert harness.tokens_of(name) == expected_output(prompt, 2, VOCAB - 1)
-        harness.submit([200 + number], 1, tenant="small", policy=policy)
-        harness.run()
         harness.check()
-    assert harness.manager.counts().cached <= 8 + 12
+        assert harness.manager.counts().cached == 8
+
+
+def test_a_quota_that_shrinks_holds_from_the_next_request_on_and_is_no_matter_of_others() -> None:
+    harness = Harness(num_blocks=64, block_size=4)
+    other = list(range(200, 240))
+    harness.submit(other, 1, tenant="other", scope=SCOPE_B)
+    harness.submit(range(40), 1, tenant="small", policy=TenantPolicy(kv_quota_tokens=40))
+    harness.run()
+    assert harness.manager.counts().cached == 10 + 10
+    harness.submit([250], 1, tenant="small", policy=TenantPolicy(kv_quota_tokens=8))
+    assert harness.manager.counts().cached == 10 + 2
+    harness.run()
+    name = harness.submit(range(40), 1, tenant="small", policy=TenantPolicy(kv_quota_tokens=8))
+    harness.run()
+    assert harness.accounts[name].num_cached_tokens == 8
+    name = harness.submit(other, 1, tenant="other", scope=SCOPE_B)
+    harness.run()
+    assert harness.accounts[name].num_cached_tokens == 39
+    harness.check()

@@ -12,7 +12,7 @@ import pytest
 from engine.batch import SchedulerOutput
 from engine.erasure import Selection
 from engine.in_flight import PendingStep
-from engine.protocol import Erase, pack_tokens
+from engine.protocol import Erase, TenantPolicy, pack_tokens
 from tests.engine.harness import SCOPE_A, SCOPE_B, Harness
 from tests.engine.tiers.store_process import StoreProcess
 from tests.engine.tiers.test_restart import PROMPT, ask, big, expect
@@ -112,6 +112,26 @@ def last_uses(engine: TieredEngine) -> dict[bytes, tuple[int, int]]:
     directory = engine.disk.directory
     assert directory is not None
     return {directory.key(slot): (directory.last_used[slot], directory.hits(slot)) for slot in directory.ready_slots()}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["asked-later", "asked-before"])
+def test_a_quota_holds_for_what_came_back(first: TieredEngine, restart: Restart, known: bool) -> None:
+    """Above it nothing stays on the device: not what came back before the quota was known, nor what comes after."""
+    ask(first, PROMPT)
+    policy = TenantPolicy(kv_quota_tokens=12)
+    with restart() as second:
+        harness = second.harness
+        if known:
+            second.wait_until(lambda: second.disk.directory is not None)
+            harness.submit([200], 1, policy=policy)
+            harness.run()
+        restored(second)
+        if not known:
+            assert harness.manager.counts().cached == 10
+            harness.submit([200], 1, policy=policy)
+            harness.run()
+        assert harness.manager.counts().cached == 3
+        assert cached_by_tier(harness, PROMPT) == (12, 28, 0)
 
 
 def test_erasing_a_document_reaches_what_came_back_of_it(first: TieredEngine, restart: Restart) -> None:
