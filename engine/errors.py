@@ -120,7 +120,13 @@ class OverloadedError(ServiceError):
 
 
 class StoreUnavailableError(ServiceError):
+    """`asked`: the question went out and no answer came, so that it may have been carried out."""
+
     code = "store_unavailable"
+
+    def __init__(self, message: str, *, param: str | None = None, asked: bool = False) -> None:
+        super().__init__(message, param=param)
+        self.asked = asked
 
 
 class ShuttingDownError(ServiceError):

@@ -12,6 +12,9 @@
 Reserving at admission is what keeps concurrent requests within a limit: counting at the end lets all of them in.
 A window begins with the first request in it, so what is left of it, and when it ends, are exact.
 
+What a request holds, its backend keeps: an answer that is lost (the store was too slow, the client left) leaves nothing
+behind, because whoever settles or gives back need not know what was reserved.
+
 Two backends, one behaviour (one test suite runs over both): `StoreLimiter` for all gateways together, in Lua;
 `LocalLimiter` in this process, while the store is away. `Limiter` asks the first, and the second when it must: then
 a tenant may have its limit on each gateway anew, and nobody is refused for lack of a store.
@@ -59,11 +62,9 @@ class Standing(NamedTuple):
 
 @dataclass(slots=True)
 class Held:
-    """A reservation's part in one window."""
+    """A window that a reservation has its part in. How much that is, its backend knows."""
 
     window: Window
-    reserved: int
-    start: int
     standing: Standing
 
 
@@ -84,9 +85,8 @@ class Backend(Protocol):
         windows: Sequence[Window],
         tokens: int,
         concurrent: int | None,
-        held: Sequence[Held] = (),
     ) -> Reservation:
-        """`held`: what the request has in these windows already; the new amounts take its place.
+        """The new amounts take the place of what the request has in these windows already.
 
         Raises `RateLimitError`; then nothing is changed.
         """
@@ -139,49 +139,51 @@ class StoreLimiter:
         windows: Sequence[Window],
         tokens: int,
         concurrent: int | None,
-        held: Sequence[Held] = (),
     ) -> Reservation:
         arguments: list[Argument] = [request_id, LEASE_MS, "" if concurrent is None else concurrent]
-        before = {part.window.name: (part.start, part.reserved) for part in held}
         for window in windows:
-            amount, own = _amount(window, tokens), before.get(window.name, (0, 0))
-            arguments += (window.name, window.length_ms, window.limit, amount, *own)
+            arguments += (window.name, window.length_ms, window.limit, _amount(window, tokens))
         reply = cast("list[int | bytes]", await self._store.ask(self._reserve, _keys(tenant_id), arguments))
         if not reply[0]:
             raise limit_error(cast(bytes, reply[1]).decode(), windows, concurrent, int(reply[2]))
-        numbers = [int(number) for number in reply[2:]]
-        reserved = [
-            Held(window, numbers[4 * i], numbers[4 * i + 1], Standing(numbers[4 * i + 2], numbers[4 * i + 3]))
-            for i, window in enumerate(windows)
+        held = [
+            Held(window, Standing(int(reply[1 + 2 * i]), int(reply[2 + 2 * i]))) for i, window in enumerate(windows)
         ]
-        return Reservation(tenant_id, request_id, reserved, self)
+        return Reservation(tenant_id, request_id, held, self)
 
     async def settle(self, reservation: Reservation, requests: int, tokens: int) -> None:
         arguments: list[Argument] = [reservation.request_id]
         for held in reservation.held:
             used = requests if held.window.counts == "requests" else tokens
-            arguments += (held.window.name, held.window.length_ms, held.start, held.reserved, used)
+            arguments += (held.window.name, held.window.length_ms, used)
         reply = cast("list[int]", await self._store.ask(self._settle, _keys(reservation.tenant_id), arguments))
         for i, held in enumerate(reservation.held):
-            held.standing = Standing(int(reply[1 + 2 * i]), int(reply[2 + 2 * i]))
+            held.standing = Standing(int(reply[2 * i]), int(reply[2 * i + 1]))
 
     async def renew(self, tenant_id: str, request_ids: Sequence[str]) -> None:
         """Longer leases for requests that still run."""
-        await self._store.ask(self._renew, _keys(tenant_id)[1:], [LEASE_MS, *request_ids])
+        await self._store.ask(self._renew, _keys(tenant_id)[1:2], [LEASE_MS, *request_ids])
 
 
 def _keys(tenant_id: str) -> list[str]:
-    return [f"radixgate:limits:{tenant_id}", f"radixgate:running:{tenant_id}"]
+    return [f"radixgate:{what}:{tenant_id}" for what in ("limits", "running", "held")]
 
 
 def _amount(window: Window, tokens: int) -> int:
     return 1 if window.counts == "requests" else tokens
 
 
+class _Part(NamedTuple):
+    """Of a window: since when it is open, and how much of it."""
+
+    start: int
+    amount: int
+
+
 @dataclass(slots=True)
 class _LocalTenant:
-    windows: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # name → start, used
-    running: set[str] = field(default_factory=set[str])
+    windows: dict[str, _Part] = field(default_factory=dict[str, _Part])  # by name: what is used
+    running: dict[str, dict[str, _Part]] = field(default_factory=dict[str, dict[str, _Part]])  # what each request holds
 
 
 class LocalLimiter:
@@ -198,46 +200,46 @@ class LocalLimiter:
         windows: Sequence[Window],
         tokens: int,
         concurrent: int | None,
-        held: Sequence[Held] = (),
     ) -> Reservation:
         now, tenant = self._clock_ms(), self._tenant(tenant_id)
         if concurrent is not None and len(tenant.running) >= concurrent:
             raise limit_error(_CONCURRENT, windows, concurrent, _RETRY_MS)
-        before = {(part.window.name, part.start): part.reserved for part in held}
-        reserved: list[Held] = []
+        own = tenant.running.get(request_id, {})
+        parts: dict[str, _Part] = {}
+        held: list[Held] = []
         full: dict[str, int] = {}  # name → ms to wait
         for window in windows:
             start, used = tenant.windows.get(window.name, (0, 0))
             if now >= start + window.length_ms:
                 start, used = now, 0
-            others = max(0, used - before.get((window.name, start), 0))
+            before = own.get(window.name)
+            others = used if before is None or before.start != start else max(0, used - before.amount)
             amount = min(_amount(window, tokens), window.limit)
             reset = start + window.length_ms - now
             if others + amount > window.limit:
                 full[window.name] = reset
-            reserved.append(Held(window, amount, start, Standing(others + amount, reset)))
+            parts[window.name] = _Part(start, amount)
+            held.append(Held(window, Standing(others + amount, reset)))
         if full:
             name = max(full, key=lambda name: full[name])
             raise limit_error(name, windows, concurrent, full[name])
-        for part in reserved:
-            tenant.windows[part.window.name] = (part.start, part.standing.used)
-        tenant.running.add(request_id)
-        return Reservation(tenant_id, request_id, reserved, self)
+        for part in held:
+            name = part.window.name
+            tenant.windows[name] = _Part(parts[name].start, part.standing.used)
+        tenant.running[request_id] = own | parts
+        return Reservation(tenant_id, request_id, held, self)
 
     async def settle(self, reservation: Reservation, requests: int, tokens: int) -> None:
         now, tenant = self._clock_ms(), self._tenant(reservation.tenant_id)
-        first = reservation.request_id in tenant.running
-        tenant.running.discard(reservation.request_id)
+        used_of = {h.window.name: requests if h.window.counts == "requests" else tokens for h in reservation.held}
+        for name, part in tenant.running.pop(reservation.request_id, {}).items():
+            start, used = tenant.windows[name]
+            if start == part.start:
+                tenant.windows[name] = _Part(start, max(0, used - part.amount + used_of.get(name, 0)))
         for held in reservation.held:
             start, used = tenant.windows.get(held.window.name, (0, 0))
-            left = held.start + held.window.length_ms - now
-            if start != held.start or left <= 0:
-                held.standing = Standing(0, 0)
-                continue
-            if first:
-                used = max(0, used - held.reserved + (requests if held.window.counts == "requests" else tokens))
-                tenant.windows[held.window.name] = (start, used)
-            held.standing = Standing(used, left)
+            left = start + held.window.length_ms - now
+            held.standing = Standing(used, left) if left > 0 else Standing(0, 0)
 
     def _tenant(self, tenant_id: str) -> _LocalTenant:
         tenant = self._tenants.setdefault(tenant_id, _LocalTenant())
@@ -274,7 +276,12 @@ class Limiter:
         arguments = (tenant_id, request_id, windows, tokens, limits.concurrent_requests)
         try:
             reservation = await self._store.reserve(*arguments)
-        except StoreUnavailableError:
+        except asyncio.CancelledError:
+            self._give_back(tenant_id, request_id)
+            raise
+        except StoreUnavailableError as error:
+            if error.asked:
+                self._give_back(tenant_id, request_id)
             reservation = await self._local.reserve(*arguments)
         self._active[request_id] = reservation
         return reservation
@@ -285,13 +292,12 @@ class Limiter:
         Raises `RateLimitError`; then everything is as it was. With the store away it is let through: what it uses is
         settled in any case.
         """
-        held = [part for part in reservation.held if part.window.counts == "tokens"]
-        if reservation.settled or not held:
+        windows = [part.window for part in reservation.held if part.window.counts == "tokens"]
+        if reservation.settled or not windows:
             return
-        windows = [part.window for part in held]
         with suppress(StoreUnavailableError):
             changed = await reservation.backend.reserve(
-                reservation.tenant_id, reservation.request_id, windows, tokens, None, held
+                reservation.tenant_id, reservation.request_id, windows, tokens, None
             )
             reservation.held = [part for part in reservation.held if part.window.counts != "tokens"] + changed.held
 
@@ -313,6 +319,10 @@ class Limiter:
         if not reservation.settled:
             self._close(reservation)
             self._owe(_Debt(reservation, requests, tokens))
+
+    def _give_back(self, tenant_id: str, request_id: str) -> None:
+        """What the store has perhaps reserved: its answer did not come."""
+        self._owe(_Debt(Reservation(tenant_id, request_id, [], self._store), 0, 0))
 
     def _close(self, reservation: Reservation) -> None:
         reservation.settled = True

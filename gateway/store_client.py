@@ -99,7 +99,10 @@ class StoreClient:
     # ------------------------------------------------------------ on a request's path
 
     async def ask(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> object:
-        """Runs a script. Raises `StoreUnavailableError`, at once while the circuit is open."""
+        """Runs a script. Raises `StoreUnavailableError`, at once while the circuit is open.
+
+        When that is `asked`, the script may have run all the same; who is cancelled does not know, either.
+        """
         if self._fast is None or self._problem is not None:
             raise StoreUnavailableError(self.problem() or "There is no store.")
         self._scripts[script.digest] = script
@@ -117,18 +120,19 @@ class StoreClient:
                     answers = await self._pipeline(client, [question.command for question in batch])
             except (RedisError, OSError, TimeoutError) as error:
                 self._open_circuit(error)
-                self._fail_questions(batch + self._questions, str(error))
+                self._fail_questions(batch, str(error), asked=True)
+                self._fail_questions(self._questions, str(error))
                 self._questions = []
                 return
             except asyncio.CancelledError:
-                self._fail_questions(batch, "closed")
+                self._fail_questions(batch, "closed", asked=True)
                 raise
             for question, answer in zip(batch, answers, strict=True):
                 _settle(question.answer, _refusal(answer) or answer)
 
-    def _fail_questions(self, questions: list[_Question], why: str) -> None:
+    def _fail_questions(self, questions: list[_Question], why: str, *, asked: bool = False) -> None:
         for question in questions:
-            _settle(question.answer, StoreUnavailableError(f"the store is away: {why}"))
+            _settle(question.answer, StoreUnavailableError(f"the store is away: {why}", asked=asked))
 
     def _open_circuit(self, error: Exception) -> None:
         why = "it answers too late" if isinstance(error, TimeoutError) else type(error).__name__

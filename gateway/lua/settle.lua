@@ -1,33 +1,41 @@
 -- Puts what a request really used in the place of what `reserve.lua` set aside, and ends it. Runs once a request:
--- a second call changes nothing. What was released completely used 0.
+-- a second call changes nothing, nor does one for a request that was never reserved. What was released completely
+-- used 0, and so did a request in every window that is not named here.
 --
 -- KEYS   1  hash    the tenant's windows
 --        2  zset    the tenant's running requests
+--        3  hash    what each of them holds
 -- ARGV   1  request id
---        then five for each window: name, length in ms, start, reserved, used
+--        then three for each window: name, length in ms, used
 --
 -- A window that has ended meanwhile is left alone: the next one owes nothing to it.
 --
--- Returns {whether this call was the one, then for each window: used, ms until it ends}
+-- Returns for each window of ARGV as it is now: used, ms until it ends; 0, 0 when none is open
 -- Cost    O(windows + log running)
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local first = redis.call('ZREM', KEYS[2], ARGV[1])
-local reply = {first}
-for i = 2, #ARGV, 5 do
-  local name, length, start = ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2]
-  local window = redis.call('HMGET', KEYS[1], name .. ':start', name .. ':used')
-  local used, left = tonumber(window[2] or 0), tonumber(start) + length - now
-  if window[1] == start and left > 0 then
-    if first == 1 then
-      used = math.max(0, used - tonumber(ARGV[i + 3]) + tonumber(ARGV[i + 4]))
+local first = redis.call('ZREM', KEYS[2], ARGV[1]) == 1
+local held = redis.call('HGET', KEYS[3], ARGV[1]) or ''
+redis.call('HDEL', KEYS[3], ARGV[1])
+
+local used_of, reply = {}, {}
+for i = 2, #ARGV, 3 do
+  used_of[ARGV[i]] = tonumber(ARGV[i + 2])
+end
+if first then
+  for name, start, amount in string.gmatch(held, '(%S+) (%d+) (%d+)') do
+    local window = redis.call('HMGET', KEYS[1], name .. ':start', name .. ':used')
+    if window[1] == start then
+      local used = math.max(0, tonumber(window[2]) - tonumber(amount) + (used_of[name] or 0))
       redis.call('HSET', KEYS[1], name .. ':used', used)
     end
-  else
-    used, left = 0, 0
   end
-  reply[#reply + 1] = used
-  reply[#reply + 1] = left
+end
+for i = 2, #ARGV, 3 do
+  local window = redis.call('HMGET', KEYS[1], ARGV[i] .. ':start', ARGV[i] .. ':used')
+  local left = tonumber(window[1] or 0) + tonumber(ARGV[i + 1]) - now
+  reply[#reply + 1] = left > 0 and tonumber(window[2]) or 0
+  reply[#reply + 1] = math.max(0, left)
 end
 return reply

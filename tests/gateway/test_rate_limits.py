@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -153,32 +153,45 @@ async def test_a_window_ends_and_owes_the_next_one_nothing(backend: Backend) -> 
 
 async def test_what_a_request_holds_is_no_obstacle_to_its_own_larger_amount(backend: Backend) -> None:
     """A request that needs the whole window would be refused for ever, behind the part of it that it has itself."""
-    small = await backend.reserve("t", "r1", [TOKENS], 30, 1)
-    large = await backend.reserve("t", "r1", [TOKENS], 5000, None, small.held)
+    await backend.reserve("t", "r1", [TOKENS], 30, 1)
+    large = await backend.reserve("t", "r1", [TOKENS], 5000, None)
     assert used(large) == [100]
     await backend.settle(large, 1, 40)
     assert used(large) == [40]
 
 
 async def test_a_larger_amount_that_others_leave_no_room_for_changes_nothing(backend: Backend) -> None:
-    small = await backend.reserve("t", "r1", [TOKENS, DAY], 30, None)
+    await backend.reserve("t", "r1", [TOKENS, DAY], 30, None)
     other = await backend.reserve("t", "r2", [TOKENS, DAY], 60, None)
     with pytest.raises(RateLimitError):
-        await backend.reserve("t", "r1", [TOKENS, DAY], 41, None, small.held)
-    assert used(await backend.reserve("t", "r1", [TOKENS, DAY], 40, None, small.held)) == [100, 100]
+        await backend.reserve("t", "r1", [TOKENS, DAY], 41, None)
+    assert used(await backend.reserve("t", "r1", [TOKENS, DAY], 40, None)) == [100, 100]
     await backend.settle(other, 1, 0)
     assert used(other) == [40, 40]
 
 
 async def test_an_amount_that_is_changed_in_the_next_window_is_all_in_that_one(backend: Backend) -> None:
-    other = await backend.reserve("t", "r2", [TOKENS], 20, None)
-    (now,) = other.held
-    ended = replace(now, start=now.start - MINUTE_MS, reserved=90)
-    late = await backend.reserve("t", "r1", [TOKENS], 70, None, [ended])
+    short = Window("tokens_per_minute", 50, 100, "tokens")
+    await backend.reserve("t", "r1", [short], 90, None)
+    await asyncio.sleep(0.06)
+    other = await backend.reserve("t", "r2", [short], 20, None)
+    window = short._replace(length_ms=MINUTE_MS)  # the next one, and it does not end here
+    late = await backend.reserve("t", "r1", [window], 70, None)
     assert used(late) == [90]
     await backend.settle(late, 1, 50)
+    other.held[0].window = window
     await backend.settle(other, 1, 20)
     assert used(other) == [70]
+
+
+async def test_who_settles_need_not_know_what_was_reserved(backend: Backend) -> None:
+    """The answer to a reservation can be lost, and what was reserved has to come back all the same."""
+    await backend.reserve("t", "lost", [REQUESTS, TOKENS, DAY], 60, 1)
+    await backend.settle(Reservation("t", "lost", [], backend), 0, 0)
+    assert used(await backend.reserve("t", "r2", [REQUESTS, TOKENS, DAY], 100, 1)) == [1, 100, 100]
+    await backend.settle(Reservation("t", "never reserved", [], backend), 0, 0)
+    with pytest.raises(RateLimitError):
+        await backend.reserve("t", "r3", [TOKENS], 1, None)
 
 
 def test_only_the_limits_that_are_set_are_windows() -> None:
@@ -245,7 +258,7 @@ class LimitsMachine(RuleBasedStateMachine):
         windows = self.WINDOWS[1:]
         others = [u - a for u, a in zip(self.used[1:], amounts[1:], strict=True)]
         wanted = [min(tokens, w.limit) for w in windows]
-        call = self.backend.reserve("t", name, windows, tokens, None, reservation.held[1:])
+        call = self.backend.reserve("t", name, windows, tokens, None)
         if not all(o + a <= w.limit for o, a, w in zip(others, wanted, windows, strict=True)):
             with pytest.raises(RateLimitError):
                 self.run(call)
@@ -254,6 +267,16 @@ class LimitsMachine(RuleBasedStateMachine):
         self.used[1:] = [o + a for o, a in zip(others, wanted, strict=True)]
         self.running[name] = (reservation, [amounts[0], *wanted])
         assert used(reservation)[1:] == self.used[1:]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        """By who does not know what was reserved."""
+        name = data.draw(st.sampled_from(sorted(self.running)))
+        reservation, amounts = self.running.pop(name)
+        self.run(self.backend.settle(Reservation("t", name, [], self.backend), 0, 0))
+        self.used = [u - a for u, a in zip(self.used, amounts, strict=True)]
+        self.ended.append(reservation)
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data(), tokens=st.integers(0, 100))
@@ -344,6 +367,65 @@ async def test_an_amount_that_cannot_be_changed_for_lack_of_a_store_is_settled_a
     assert await limiter.pay_debts()
     assert used(await limiter.reserve("t", "r2", limits, 40)) == [100]
     await store.close()
+
+
+async def test_a_reservation_whose_answer_is_lost_charges_nobody(store_server: StoreServer) -> None:
+    """The store carries out what was under way when it stopped, long after the gateway has given up on it."""
+    store_server.command("FLUSHALL")
+    store = StoreClient(store_server.url, timeout=0.05)
+    await store.probe(("PING",))
+    limiter, limits = Limiter(store), RateLimits(requests_per_minute=5, tokens_per_day=100, concurrent_requests=1)
+    await limiter.settle(await limiter.reserve("t", "r1", limits, 10), 1, 10)
+    store_server.freeze()
+    try:
+        lost = await limiter.reserve("t", "lost", limits, 90)
+        assert used(lost) == [1, 90]  # of this gateway's own limits
+    finally:
+        store_server.thaw()
+    await store.probe(("PING",))
+    assert held_in(store_server) == {"lost"}
+    await limiter.settle(lost, 1, 90)
+    assert await limiter.pay_debts()
+    assert held_in(store_server) == set()
+    assert used(await limiter.reserve("t", "r2", limits, 30)) == [2, 40]
+    await store.close()
+
+
+async def test_a_changed_amount_whose_answer_is_lost_is_settled_as_what_it_became(store_server: StoreServer) -> None:
+    store_server.command("FLUSHALL")
+    store = StoreClient(store_server.url, timeout=0.05)
+    await store.probe(("PING",))
+    limiter, limits = Limiter(store), RateLimits(tokens_per_minute=100, tokens_per_day=100)
+    reservation = await limiter.reserve("t", "r1", limits, 10)
+    store_server.freeze()
+    try:
+        await limiter.change(reservation, 90)
+    finally:
+        store_server.thaw()
+    await store.probe(("PING",))
+    await limiter.settle(reservation, 1, 60)
+    assert used(reservation) == [60, 60]
+    await store.close()
+
+
+async def test_a_client_that_leaves_while_it_is_admitted_leaves_no_charge(empty_store_url: str) -> None:
+    store = await open_store(empty_store_url)
+    limiter, limits = Limiter(store), RateLimits(tokens_per_day=100, concurrent_requests=1)
+    for steps in range(8):  # it may leave at any moment
+        leaving = asyncio.create_task(limiter.reserve("t", f"left{steps}", limits, 100))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        leaving.cancel()
+        with suppress(asyncio.CancelledError):
+            await limiter.settle(await leaving, 0, 0)
+        assert await limiter.pay_debts()
+        assert used(await limiter.reserve("t", f"r{steps}", limits, 100)) == [100]
+        await limiter.settle(Reservation("t", f"r{steps}", [], StoreLimiter(store)), 0, 0)
+    await store.close()
+
+
+def held_in(store_server: StoreServer) -> set[str]:
+    return {name.decode() for name in cast("list[bytes]", store_server.command("HKEYS", "radixgate:held:t"))}
 
 
 async def test_what_could_not_be_settled_is_settled_when_the_store_is_back(store_server: StoreServer) -> None:
