@@ -41,6 +41,11 @@ _MAX_LEDGER = 4096  # pairs of owners; what goes beyond is counted under "other"
 _DEPTH_OF_DOUBLE_COST = 512  # blocks; at 8k tokens attention costs about as much as the linear layers of a small model
 
 
+def recompute_cost(depth: int) -> float:
+    """Of a block at that depth, in blocks at the head of a prompt."""
+    return 1.0 + depth / _DEPTH_OF_DOUBLE_COST
+
+
 class Leaf(Protocol):
     """What the order needs to know of a node."""
 
@@ -159,7 +164,7 @@ class EvictionOrder:
         self._uses += 1
         if self.policy == "lru":
             return float(self._uses)
-        return self._clock + owner.weight * uses * (1.0 + depth / _DEPTH_OF_DOUBLE_COST)
+        return self._clock + owner.weight * uses * recompute_cost(depth)
 
     def add(self, leaf: Leaf) -> None:
         """Has become evictable; its `priority` is set."""

@@ -12,7 +12,7 @@ import torch
 from kernels import reference
 from kernels.cpu import CpuAttention
 from kernels.metadata import AttentionMetadata, StepPlan
-from kernels.quantization import LARGEST
+from kernels.quantization import LARGEST_ELEMENT
 from kernels.reference import SlotCopy
 
 _DEVICES = {"cpu": "cpu", "triton": "cuda"}
@@ -46,10 +46,6 @@ class AttentionKernels:
     max_head_dim: int | None = None  # elements; None: any
     # Of a set that is `captured`: before a replay, of blocks of that size. Whether its sequences share what pays.
     stage_prefixes: Callable[[StepPlan, int], bool] = lambda plan, block_size: False
-
-
-LARGEST_ELEMENT = LARGEST
-"""The 8-bit element types of a KV cache that needs scales, and the largest number that each holds."""
 
 
 def select_kernels(
@@ -91,7 +87,7 @@ def why_not_kv_dtype(device: torch.device, model_dtype: torch.dtype, kv_dtype: t
     """Why the kernels of `device` cannot keep a model's KV in elements of `kv_dtype`; None: they can."""
     if device.type != "cuda" or kv_dtype == model_dtype:
         return None
-    if kv_dtype not in LARGEST:
+    if kv_dtype not in LARGEST_ELEMENT:
         return f"the triton kernels keep KV in the model's own type, {model_dtype}, or in 8 bits"
     if model_dtype == torch.float32:
         return "8-bit elements widened to fp32 do not fit the registers beside an fp32 model: serve it in bf16"

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # that an element holds
+LARGEST_ELEMENT = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The 8-bit element types of a KV cache that needs scales, and the largest number that each holds."""
 
 
 def check_scales(kv_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
@@ -29,7 +30,7 @@ def quantize(
     scaled = rows.float() / scales[:, None]
     if dtype == torch.int8:
         scaled = scaled.round()
-    return scaled.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    return scaled.clamp(-LARGEST_ELEMENT[dtype], LARGEST_ELEMENT[dtype]).to(dtype)
 
 
 def widen(

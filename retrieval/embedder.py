@@ -10,7 +10,7 @@ busy just then (parsing, tokenizing, the store). On a GPU there is one worker.
 
 All micro-batches under way are `batch_size` texts together, so a query waits for a part of them, however much is being
 ingested; and many small requests share a batch. Texts longer than the model reads are embedded in windows, and the
-windows' mean is the text's vector: nothing is cut off silently.
+windows' mean, each as heavy as it is long, is the text's vector: nothing is cut off silently.
 """
 
 from __future__ import annotations
@@ -300,7 +300,8 @@ class SentenceTransformerModel:
                 normalize_embeddings=True,
                 show_progress_bar=False,
             )
-            np.add.at(vectors, [window.owner for window in group], np.asarray(parts, np.float32))
+            weights = np.array([[max(window.num_tokens, 1)] for window in group], np.float32)
+            np.add.at(vectors, [window.owner for window in group], weights * np.asarray(parts, np.float32))
         norms: Floats = np.linalg.norm(vectors, axis=1, keepdims=True)
         return np.divide(vectors, np.maximum(norms, 1e-12), dtype=np.float32), num_tokens
 

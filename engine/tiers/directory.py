@@ -44,12 +44,11 @@ from numpy.typing import NDArray
 
 from engine.erasure import Selection
 from engine.errors import InvariantError
-from engine.eviction import EvictionLedger, Policy
+from engine.eviction import EvictionLedger, Policy, recompute_cost
 from engine.prefix_index import KEY_BYTES, BlockIdentity, BlockPath, DocumentRun, common_tokens
 from engine.scoped_tokens import TOKEN_BYTES, ScopedTokens
 from engine.tiers.names import Name, Names
 
-_DEPTH_OF_DOUBLE_COST = 512  # blocks, as in engine/eviction.py
 _MAX_SIBLINGS = 32  # children that are looked at for the one that shares most
 _KEY_OBJECT, _INT_OBJECT, _HEAP_ENTRY = 64, 32, 64 + 24 + 32 + 32  # as CPython allocates them
 _FREE, _FILLING, _READY, _GONE = range(4)
@@ -323,7 +322,7 @@ class TierDirectory:
     def _value(self, slot: int) -> float:
         if self.policy == "lru":
             return float(self._uses)
-        return self._clock + (1 + self._hits[slot]) * (1.0 + self._depth[slot] / _DEPTH_OF_DOUBLE_COST)
+        return self._clock + (1 + self._hits[slot]) * recompute_cost(self._depth[slot])
 
     def pin(self, slot: int) -> None:
         """Its payload is being read or written: neither evicted nor handed out again until `unpin`."""

@@ -11,7 +11,7 @@ from kernels import reference
 from kernels.cpu import CpuAttention
 from kernels.dispatch import select_kernels, why_not_kv_dtype
 from kernels.heuristics import DeviceModel
-from kernels.quantization import LARGEST, quantize, widen
+from kernels.quantization import LARGEST_ELEMENT, quantize, widen
 from tests.kernels.paged_case import LAYER, SHAPES, PagedCase, Shape, build_case
 
 EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]
@@ -25,7 +25,7 @@ def quantized_case(shape: Shape, dtype: torch.dtype) -> tuple[PagedCase, torch.T
     generator = torch.Generator().manual_seed(1)
     scales = torch.rand(case.kv_cache.shape[1], 2, shape.num_kv_heads, generator=generator) * 0.02 + 0.01
     wide = scales[None, :, :, None, :, None]
-    case.kv_cache = (case.kv_cache.float() / wide).nan_to_num(nan=LARGEST[dtype]).clamp(-100, 100).to(dtype)
+    case.kv_cache = (case.kv_cache.float() / wide).nan_to_num(nan=LARGEST_ELEMENT[dtype]).clamp(-100, 100).to(dtype)
     return case, scales, case.kv_cache.float() * wide
 
 
@@ -83,7 +83,7 @@ def test_store_rounds_to_even_and_limits(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
 def test_widened_is_what_was_stored_to_half_a_step(dtype: torch.dtype) -> None:
     rows = torch.randn(50, 2, 16, generator=torch.Generator().manual_seed(0))
-    scales = rows.abs().amax((0, 2)) / LARGEST[dtype]
+    scales = rows.abs().amax((0, 2)) / LARGEST_ELEMENT[dtype]
     wide = widen(quantize(rows, scales, dtype), scales)
     step = scales[:, None] if dtype == torch.int8 else torch.maximum(rows.abs() / 8, scales[:, None] * 2.0**-9)
     assert bool(((wide - rows).abs() <= step / 2 * 1.0001).all())

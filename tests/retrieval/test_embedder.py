@@ -207,6 +207,10 @@ async def test_the_real_model_behind_its_socket(tmp_path: Path) -> None:
         (short, long), counts = await client.embed(["Cats. " * 120, "Cats. " * 120 + end], urgent=True)
         assert counts[1] > info.max_tokens
         assert short @ long < 0.95, "what lies beyond the model's window counts too"
+        full = "Cats. " * (info.max_tokens // 2)  # two tokens each
+        (one, rest), counts = await client.embed([full, full + texts[2]], urgent=True)
+        assert counts[0] == info.max_tokens < counts[1]
+        assert one @ rest > 0.98, "a window of a few tokens weighs as much as they do"
         alone = [(await client.embed([text], urgent=True))[0][0] for text in texts]
         many, counts = await client.embed(texts * 30, urgent=False)  # in many batches, on both workers
         assert np.allclose(many, alone * 30, atol=1e-5)
