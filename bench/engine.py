@@ -9,8 +9,8 @@ about 1,000 tokens, and the device's own work is the sum of its kernels by torch
 where it waits: `wait_ms` above 0. On a CPU the shapes are small, and the model's step is the device's own work.
 
 JSON: `ttft_cold_ms`, `ttft_warm_ms`, `warm_share` (warm over cold), `step_ms`, `device_ms`, `device_share` (of the step
-the device's own work), `host_ms`, `wait_ms`, `graphs` (the captured sizes), `shape`, `device`, `stand_ins` (packages
-that are not installed, and that the host's work was done without: `bench/bare_imports.py`).
+the device's own work), `host_ms`, `wait_ms`, `graphs` (the captured sizes), `shape`, `kv_dtype`, `device`, `stand_ins`
+(packages that are not installed, and that the host's work was done without: `bench/bare_imports.py`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from engine.batch import SchedulerOutput, StepResult, TransferReport
 from engine.build import assemble_engine
 from engine.engine import LLMEngine, Runner
 from engine.in_flight import PendingStep
+from engine.kv_quantization import KV_DTYPES, choose_kv_dtype, measure_scales
 from engine.load_progress import no_progress
 from engine.model_checks import trace_attention
 from engine.model_loader import LoadedModel
 from engine.model_runner import ModelRunner
 from engine.protocol import Failure, SamplingParams, Segment, SegmentKind, Submit
 from engine.settings import EngineSettings, Settings, TierSettings
+from kernels.dispatch import select_kernels
 
 SCOPE = b"bench-----------"
 _ROUNDS = 3  # of cold and warm prompts
@@ -75,7 +77,7 @@ SMALL = Shape("small", 4, 256, 512, 8, 2, 2048, prefix=768, tail=24, batch=8, co
 # ---------------------------------------------------------------- the engine
 
 
-def random_model(shape: Shape, device: torch.device) -> LoadedModel:
+def random_model(shape: Shape, device: torch.device, kv_cache_dtype: str = "auto") -> LoadedModel:
     """Weights of no meaning: an engine's speed does not depend on them."""
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
@@ -91,6 +93,8 @@ def random_model(shape: Shape, device: torch.device) -> LoadedModel:
         built: object = AutoModelForCausalLM.from_config(config, dtype=dtype)
     assert isinstance(built, PreTrainedModel)
     facts = trace_attention(built.eval())
+    tokenizer = _word_tokenizer(shape.vocab_size)
+    kv_dtype = choose_kv_dtype(kv_cache_dtype, dtype, device)
     return LoadedModel(
         model=built,
         served_name=shape.name,
@@ -103,11 +107,11 @@ def random_model(shape: Shape, device: torch.device) -> LoadedModel:
         max_model_len=shape.max_model_len,
         vocab_size=shape.vocab_size,
         dtype=dtype,
-        kv_dtype=dtype,
-        kv_scales=None,
+        kv_dtype=kv_dtype,
+        kv_scales=measure_scales(built, facts, select_kernels(device), tokenizer, kv_dtype),
         device=device,
         eos_token_ids=(0,),
-        tokenizer_json=_word_tokenizer(shape.vocab_size).to_str().encode(),
+        tokenizer_json=tokenizer.to_str().encode(),
         chat_template="",
         special_tokens={},
         fingerprint="00" * 16,
@@ -120,8 +124,10 @@ def _word_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def build(shape: Shape, device: torch.device, *, enforce_eager: bool, async_scheduling: bool) -> LLMEngine:
-    loaded = random_model(shape, device)
+def build(
+    shape: Shape, device: torch.device, *, enforce_eager: bool, async_scheduling: bool, kv_cache_dtype: str
+) -> LLMEngine:
+    loaded = random_model(shape, device, kv_cache_dtype)
     sequences = _ROUNDS + 1 + shape.batch
     kv_tokens = sequences * (shape.max_model_len + loaded.block_size)
     settings = Settings(
@@ -264,13 +270,28 @@ def kernel_ms(step: Callable[[], object], count: int) -> float:
     return sum(event.self_device_time_total for event in profile.key_averages()) / count / 1e3
 
 
-def run(shape: Shape, device: torch.device, *, enforce_eager: bool, async_scheduling: bool) -> dict[str, object]:
-    engine = build(shape, device, enforce_eager=enforce_eager, async_scheduling=async_scheduling)
+def run(
+    shape: Shape, device: torch.device, *, enforce_eager: bool, async_scheduling: bool, kv_cache_dtype: str = "auto"
+) -> dict[str, object]:
+    engine = build(
+        shape,
+        device,
+        enforce_eager=enforce_eager,
+        async_scheduling=async_scheduling,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     runner, rng = engine.runner, random.Random(0)
     assert isinstance(runner, ModelRunner)
     results = bench_first_token(engine, shape, rng) | bench_decode(engine, runner, shape, rng)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"shape": shape.name, "device": name, **results, "stand_ins": bench.bare_imports.stand_ins()}
+    kv_dtype = str(runner.kv_cache.dtype).removeprefix("torch.")
+    return {
+        "shape": shape.name,
+        "kv_dtype": kv_dtype,
+        "device": name,
+        **results,
+        "stand_ins": bench.bare_imports.stand_ins(),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -279,12 +300,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="decode steps that are timed")
     parser.add_argument("--enforce-eager", action="store_true", help="without captured graphs")
     parser.add_argument("--no-async", action="store_true", help="no step in flight while the next is scheduled")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", *KV_DTYPES), default="auto", help="of the KV's elements")
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
     shape = LARGE if device.type == "cuda" else SMALL
     if arguments.steps is not None:
         shape = replace(shape, steps=arguments.steps)
-    results = run(shape, device, enforce_eager=arguments.enforce_eager, async_scheduling=not arguments.no_async)
+    results = run(
+        shape,
+        device,
+        enforce_eager=arguments.enforce_eager,
+        async_scheduling=not arguments.no_async,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+    )
     for name, value in results.items():
         print(f"{name:16} {value:.3f}" if isinstance(value, float) else f"{name:16} {value}")
     print(json.dumps(results))

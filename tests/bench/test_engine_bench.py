@@ -29,6 +29,11 @@ def test_the_engine_bench_measures_what_it_names() -> None:
     json.dumps(results)
 
 
+def test_the_engine_bench_keeps_kv_in_eight_bits_when_asked_to() -> None:
+    results = run(TINY, torch.device("cpu"), enforce_eager=False, async_scheduling=True, kv_cache_dtype="int8")
+    assert results["kv_dtype"] == "int8"
+
+
 def test_the_report_has_every_part_also_those_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = (
         Part("good", ("-c", "print('a table'); print('{\"share\": 0.9}')"), 60),
