@@ -12,8 +12,9 @@
 Reserving at admission is what keeps concurrent requests within a limit: counting at the end lets all of them in.
 A window begins with the first request in it, so what is left of it, and when it ends, are exact.
 
-What a request holds, its backend keeps: an answer that is lost (the store was too slow, the client left) leaves nothing
-behind, because whoever settles or gives back need not know what was reserved.
+What a request holds, its backend keeps: when an answer is lost (the store was too slow, the client left), who settles
+need not know whether, and how much, was reserved. What nobody settles, because its gateway died, is given back when its
+lease is over.
 
 Two backends, one behaviour (one test suite runs over both): `StoreLimiter` for all gateways together, in Lua;
 `LocalLimiter` in this process, while the store is away. `Limiter` asks the first, and the second when it must: then
@@ -28,7 +29,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, cast
 
 from engine.errors import QuotaExceededError, RateLimitError, StoreUnavailableError
@@ -75,6 +76,7 @@ class Reservation:
     held: list[Held]
     backend: Backend
     settled: bool = False
+    unanswered: bool = False  # held in this process, and perhaps in the store: its answer did not come
 
 
 class Backend(Protocol):
@@ -145,6 +147,8 @@ class StoreLimiter:
             arguments += (window.name, window.length_ms, window.limit, _amount(window, tokens))
         reply = cast("list[int | bytes]", await self._store.ask(self._reserve, _keys(tenant_id), arguments))
         if not reply[0]:
+            if reply[1] == b"ended":
+                raise StoreUnavailableError(f"The request {request_id} has ended.")
             raise limit_error(cast(bytes, reply[1]).decode(), windows, concurrent, int(reply[2]))
         held = [
             Held(window, Standing(int(reply[1 + 2 * i]), int(reply[2 + 2 * i]))) for i, window in enumerate(windows)
@@ -162,11 +166,11 @@ class StoreLimiter:
 
     async def renew(self, tenant_id: str, request_ids: Sequence[str]) -> None:
         """Longer leases for requests that still run."""
-        await self._store.ask(self._renew, _keys(tenant_id)[1:2], [LEASE_MS, *request_ids])
+        await self._store.ask(self._renew, _keys(tenant_id)[1:], [LEASE_MS, *request_ids])
 
 
 def _keys(tenant_id: str) -> list[str]:
-    return [f"radixgate:{what}:{tenant_id}" for what in ("limits", "running", "held")]
+    return [f"radixgate:{what}:{tenant_id}" for what in ("limits", "running")]
 
 
 def _amount(window: Window, tokens: int) -> int:
@@ -230,6 +234,9 @@ class LocalLimiter:
         return Reservation(tenant_id, request_id, held, self)
 
     async def settle(self, reservation: Reservation, requests: int, tokens: int) -> None:
+        self.settle_now(reservation, requests, tokens)
+
+    def settle_now(self, reservation: Reservation, requests: int, tokens: int) -> None:
         now, tenant = self._clock_ms(), self._tenant(reservation.tenant_id)
         used_of = {h.window.name: requests if h.window.counts == "requests" else tokens for h in reservation.held}
         for name, part in tenant.running.pop(reservation.request_id, {}).items():
@@ -244,14 +251,15 @@ class LocalLimiter:
     def _tenant(self, tenant_id: str) -> _LocalTenant:
         tenant = self._tenants.setdefault(tenant_id, _LocalTenant())
         self._tenants.move_to_end(tenant_id)
-        for oldest in list(self._tenants)[: len(self._tenants) - _MAX_LOCAL_TENANTS]:
-            if not self._tenants[oldest].running:
+        if len(self._tenants) > _MAX_LOCAL_TENANTS:
+            idle = (name for name, other in self._tenants.items() if other is not tenant and not other.running)
+            if (oldest := next(idle, None)) is not None:
                 del self._tenants[oldest]
         return tenant
 
 
 class _Debt(NamedTuple):
-    """A settlement that could not be made yet."""
+    """A settlement that the store has not been told yet."""
 
     reservation: Reservation
     requests: int
@@ -277,12 +285,17 @@ class Limiter:
         try:
             reservation = await self._store.reserve(*arguments)
         except asyncio.CancelledError:
-            self._give_back(tenant_id, request_id)
+            # It may be on its way: what it has reserved when it arrives is given back.
+            self._owe(_Debt(Reservation(tenant_id, request_id, [], self._store), 0, 0))
             raise
         except StoreUnavailableError as error:
-            if error.asked:
-                self._give_back(tenant_id, request_id)
-            reservation = await self._local.reserve(*arguments)
+            try:
+                reservation = await self._local.reserve(*arguments)
+            except RateLimitError:
+                if error.asked:
+                    self._owe(_Debt(Reservation(tenant_id, request_id, [], self._store), 0, 0))
+                raise
+            reservation.unanswered = error.asked
         self._active[request_id] = reservation
         return reservation
 
@@ -303,11 +316,11 @@ class Limiter:
 
     async def settle(self, reservation: Reservation, requests: int, tokens: int) -> None:
         """Never fails: what cannot be settled now is settled when the store is back."""
-        if reservation.settled:
+        if reservation.settled or self._settled_here(reservation, requests, tokens):
             return
         self._close(reservation)
         try:
-            await reservation.backend.settle(reservation, requests, tokens)
+            await self._store.settle(reservation, requests, tokens)
         except StoreUnavailableError:
             self._owe(_Debt(reservation, requests, tokens))
         except asyncio.CancelledError:
@@ -315,14 +328,21 @@ class Limiter:
             raise
 
     def settle_later(self, reservation: Reservation, requests: int, tokens: int) -> None:
-        """For who cannot wait; in the background, and once."""
-        if not reservation.settled:
+        """For who cannot wait: what is the store's in the background. Once."""
+        if not reservation.settled and not self._settled_here(reservation, requests, tokens):
             self._close(reservation)
             self._owe(_Debt(reservation, requests, tokens))
 
-    def _give_back(self, tenant_id: str, request_id: str) -> None:
-        """What the store has perhaps reserved: its answer did not come."""
-        self._owe(_Debt(Reservation(tenant_id, request_id, [], self._store), 0, 0))
+    def _settled_here(self, reservation: Reservation, requests: int, tokens: int) -> bool:
+        """What this process holds itself is settled at once: it must not wait behind what the store has to be told."""
+        if reservation.backend is not self._local:
+            return False
+        self._close(reservation)
+        self._local.settle_now(reservation, requests, tokens)
+        if reservation.unanswered:
+            held = [replace(part) for part in reservation.held]
+            self._owe(_Debt(replace(reservation, held=held, backend=self._store), requests, tokens))
+        return True
 
     def _close(self, reservation: Reservation) -> None:
         reservation.settled = True
@@ -351,7 +371,7 @@ class Limiter:
         while self._debts:
             debt = self._debts.popleft()
             try:
-                await debt.reservation.backend.settle(debt.reservation, debt.requests, debt.tokens)
+                await self._store.settle(debt.reservation, debt.requests, debt.tokens)
             except StoreUnavailableError:
                 self._debts.appendleft(debt)
                 self._in_debt.set()
@@ -361,7 +381,7 @@ class Limiter:
     async def _renew_leases(self) -> None:
         by_tenant: dict[str, list[str]] = {}
         for reservation in self._active.values():
-            if reservation.backend is self._store:
+            if reservation.backend is self._store or reservation.unanswered:
                 by_tenant.setdefault(reservation.tenant_id, []).append(reservation.request_id)
         with suppress(StoreUnavailableError):
             for tenant_id, request_ids in by_tenant.items():

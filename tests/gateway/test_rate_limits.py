@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -189,7 +190,8 @@ async def test_who_settles_need_not_know_what_was_reserved(backend: Backend) -> 
     await backend.reserve("t", "lost", [REQUESTS, TOKENS, DAY], 60, 1)
     await backend.settle(Reservation("t", "lost", [], backend), 0, 0)
     assert used(await backend.reserve("t", "r2", [REQUESTS, TOKENS, DAY], 100, 1)) == [1, 100, 100]
-    await backend.settle(Reservation("t", "never reserved", [], backend), 0, 0)
+    for _ in range(2):
+        await backend.settle(Reservation("t", "never reserved", [], backend), 0, 0)
     with pytest.raises(RateLimitError):
         await backend.reserve("t", "r3", [TOKENS], 1, None)
 
@@ -369,7 +371,7 @@ async def test_an_amount_that_cannot_be_changed_for_lack_of_a_store_is_settled_a
     await store.close()
 
 
-async def test_a_reservation_whose_answer_is_lost_charges_nobody(store_server: StoreServer) -> None:
+async def test_a_reservation_whose_answer_is_lost_is_settled_as_what_was_used(store_server: StoreServer) -> None:
     """The store carries out what was under way when it stopped, long after the gateway has given up on it."""
     store_server.command("FLUSHALL")
     store = StoreClient(store_server.url, timeout=0.05)
@@ -384,10 +386,10 @@ async def test_a_reservation_whose_answer_is_lost_charges_nobody(store_server: S
         store_server.thaw()
     await store.probe(("PING",))
     assert held_in(store_server) == {"lost"}
-    await limiter.settle(lost, 1, 90)
+    await limiter.settle(lost, 1, 50)
     assert await limiter.pay_debts()
     assert held_in(store_server) == set()
-    assert used(await limiter.reserve("t", "r2", limits, 30)) == [2, 40]
+    assert used(await limiter.reserve("t", "r2", limits, 30)) == [3, 90]
     await store.close()
 
 
@@ -425,7 +427,128 @@ async def test_a_client_that_leaves_while_it_is_admitted_leaves_no_charge(empty_
 
 
 def held_in(store_server: StoreServer) -> set[str]:
-    return {name.decode() for name in cast("list[bytes]", store_server.command("HKEYS", "radixgate:held:t"))}
+    """Requests that the store knows of, running or ended before they came."""
+    names = cast("list[bytes]", store_server.command("HKEYS", "radixgate:limits:t"))
+    return {name.decode().removeprefix("held:") for name in names if name.startswith(b"held:")}
+
+
+class SlowNetwork:
+    """Between a client and the store: while `holds` is set, what the client sends arrives only at `deliver`."""
+
+    def __init__(self, store_path: str, path: Path) -> None:
+        self.holds = False
+        self._store_path, self._path = store_path, path
+        self._held: list[tuple[asyncio.StreamWriter, bytes]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> SlowNetwork:
+        self._server = await asyncio.start_unix_server(self._connect, str(self._path))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+        for writer in self._writers:
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+        await asyncio.sleep(0.05)  # the copies end
+
+    def deliver(self) -> None:
+        for writer, data in self._held:
+            writer.write(data)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        store_reader, store_writer = await asyncio.open_unix_connection(self._store_path)
+        self._writers += (writer, store_writer)
+        await asyncio.gather(self._copy(reader, store_writer), self._copy(store_reader, writer))
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(65536):
+                if self.holds:
+                    self._held.append((writer, data))
+                else:
+                    writer.write(data)
+
+
+async def test_a_reservation_that_arrives_after_its_settlement_charges_nobody(
+    store_server: StoreServer, tmp_path: Path
+) -> None:
+    """What the network held back may come on its old connection when everything else is long over."""
+    store_server.command("FLUSHALL")
+    path = tmp_path / "store.sock"
+    async with SlowNetwork(store_server.url.removeprefix("unix://"), path) as network:
+        store = StoreClient(f"unix://{path}", timeout=0.2)
+        await store.probe(("PING",))
+        limiter, limits = Limiter(store), RateLimits(concurrent_requests=1, tokens_per_day=100)
+        await limiter.settle(await limiter.reserve("t", "r0", limits, 0), 1, 0)
+        network.holds = True
+        lost = await limiter.reserve("t", "lost", limits, 90)
+        network.holds = False
+        await store.probe(("PING",))
+        await limiter.settle(lost, 1, 50)
+        assert await limiter.pay_debts()
+        network.deliver()
+        await asyncio.sleep(0.3)
+        assert held_in(store_server) == {"lost"}, "its end"
+        assert used(await limiter.reserve("t", "r2", limits, 100)) == [100]
+        await store.close()
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["asked in the outage", "settled in the outage"])
+async def test_an_outage_holds_up_no_request_that_ends_in_it(store_server: StoreServer, asked: bool) -> None:
+    """What the store has to be told waits for the store; what is counted here must not wait behind it."""
+    store_server.command("FLUSHALL")
+    store = StoreClient(store_server.url, timeout=0.05)
+    await store.probe(("PING",))
+    limiter, limits = Limiter(store), RateLimits(concurrent_requests=1, tokens_per_day=100)
+    before = None if asked else await limiter.reserve("t", "before", limits, 10)
+    store_server.freeze()
+    running = asyncio.create_task(limiter.run())
+    try:
+        if before is not None:
+            await limiter.settle(before, 1, 10)
+        for i in range(3):
+            reservation = await limiter.reserve("t", f"r{i}", limits, 90)
+            limiter.settle_later(reservation, 1, 1)  # its client left
+            await asyncio.sleep(0.1)
+    finally:
+        store_server.thaw()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await store.close()
+
+
+async def test_what_a_dead_gateway_holds_is_given_back_with_its_lease(
+    empty_store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else max_tokens of every request that ran stay charged to its tenant's day."""
+    monkeypatch.setattr("gateway.rate_limits.LEASE_MS", 50)
+    store = await open_store(empty_store_url)
+    limiter = StoreLimiter(store)
+    slow = await limiter.reserve("t", "dead", [TOKENS, DAY], 90, 1)
+    await asyncio.sleep(0.1)
+    assert used(await limiter.reserve("t", "next", [TOKENS, DAY], 20, 1)) == [20, 20]
+    # It was not dead, but away for long: what it has used counts all the same.
+    await limiter.settle(slow, 1, 60)
+    assert used(slow) == [80, 80]
+    await store.close()
+
+
+async def test_as_many_tenants_are_remembered_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.rate_limits._MAX_LOCAL_TENANTS", 10)
+    limiter = LocalLimiter()
+    await limiter.reserve("running", "r", [DAY], 150, None)
+    for number in range(9):
+        await limiter.settle(await limiter.reserve(f"t{number}", "r", [DAY], 150, None), 1, 150)
+    for number in range(9):
+        with pytest.raises(QuotaExceededError):
+            await limiter.reserve(f"t{number}", "r", [DAY], 1, None)
+    await limiter.reserve("new", "r", [DAY], 1, None)
+    await limiter.reserve("t0", "r", [DAY], 1, None)  # used longest ago: forgotten
+    with pytest.raises(QuotaExceededError):
+        await limiter.reserve("running", "another", [DAY], 1, None)
 
 
 async def test_what_could_not_be_settled_is_settled_when_the_store_is_back(store_server: StoreServer) -> None:
