@@ -409,14 +409,16 @@ class LLMEngine:
 
     def idle(self) -> bool:
         """Work in the background, when no request is here; True when more is to come soon."""
-        if self.tiers is None:
-            return False
         try:
-            self._move_blocks()
+            if self.tiers is not None:
+                self._move_blocks()
+            self.scheduler.manager.keep_quotas()
         except Exception as error:  # noqa: BLE001
             self._broken = error
         if self._broken is not None:
             self._reset_cache(self._broken)
+        if self.tiers is None:
+            return False
         return self.tiers.is_busy or self.scheduler.manager.is_persisting or self.is_restoring
 
     @property

@@ -7,9 +7,10 @@ just loses its ticket, and its entries are dropped when they come up.
     somebody needs blocks
       1. an owner above its quota gives first, the one that asks before the others
       2. then whoever has the lowest priority, passing over owners at or below their floor (their leaves go on a
-         shelf, and come back when the owner has grown above it), except when they ask for themselves
-      3. only the shelves are left, everyone is at or below the floor: then the lowest priority after all. A floor
-         protects from others that have more than theirs, it never refuses a request.
+         shelf, and come back when the owner has grown above it): also the one that asks, or it would give its own
+         oldest for its newest and never come up to its floor, while others have more than theirs
+      3. only the shelves are left, everyone is at or below the floor: then the asker's own, then the lowest priority
+         after all. A floor protects from others that have more than theirs, it never refuses a request.
 
     What a queued request is going to need (`num_wanted`) is passed over in step 2 like a floor, and comes back when
     that request has been admitted or is gone.
@@ -226,8 +227,6 @@ class EvictionOrder:
             if entry.leaf.num_wanted:
                 heapq.heappop(self._heap)  # `release` puts it back; till then only its owner's heap has it
                 continue
-            if owner.name == pressed_by:
-                return entry.leaf, entry.leaf.num_blocks
             if owner.num_blocks > owner.floor:
                 return entry.leaf, min(entry.leaf.num_blocks, owner.num_blocks - owner.floor)
             owner.shelf.append(heapq.heappop(self._heap))

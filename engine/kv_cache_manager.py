@@ -146,10 +146,9 @@ class KVCacheManager:
         self.popularity = DocumentPopularity()
 
     def set_policy(self, tenant_id: str, policy: TenantPolicy) -> None:
-        """A floor is rounded down to whole blocks, a quota, too. What is above a smaller quota goes now."""
+        """A floor is rounded down to whole blocks, a quota, too."""
         quota = None if policy.kv_quota_tokens is None else policy.kv_quota_tokens // self.block_size
         self.index.order.set_limits(tenant_id, policy.kv_floor_tokens // self.block_size, quota, policy.weight)
-        self._trim(tenant_id)
 
     # ------------------------------------------------------------------ admission
 
@@ -560,8 +559,14 @@ class KVCacheManager:
             self.pool.evict(self.index.evict(missing, request.tenant_id, self._demotion))
         return True
 
-    def _trim(self, owner: str) -> None:
-        self.pool.evict(self.index.trim(owner, self._demotion))
+    def keep_quotas(self) -> None:
+        """What owners have above their quotas goes, as far as nobody holds it.
+
+        For when everybody who waits for a block has had a chance to take hold of it: a burst of one prompt, larger than
+        its tenant's quota, would be computed anew for each else.
+        """
+        for owner in self.index.order.over_quota():
+            self.pool.evict(self.index.trim(owner, self._demotion))
 
     @property
     def _demotion(self) -> Callable[[Node, int], None] | None:
@@ -600,7 +605,6 @@ class KVCacheManager:
         self.pool.mark_indexed(block_ids[len(done.adopted) : done.num_blocks])
         self._withdraw(request, last - first)
         request.num_indexed_blocks = first + done.num_blocks
-        self._trim(request.tenant_id)
         if first * self.block_size < request.num_pinned_tokens:
             self.persist(request.node)
         if done.num_blocks < last - first:
@@ -682,9 +686,6 @@ class KVCacheManager:
             node = done.node
         self.index.unlock(node)
         self.pool.release(promotion.shared + promotion.fresh)
-        # A tenant's quota is known from its first request on: what comes back before that is trimmed with it.
-        for owner in self.index.order.over_quota():
-            self._trim(owner)
 
     @property
     def is_promoting(self) -> bool:
@@ -701,7 +702,6 @@ class KVCacheManager:
         self.back_out(request)
         self._look_away(request)
         self.drop_swapped(request)
-        self._trim(request.tenant_id)  # what it held itself above the quota
 
     def preempt(self, request: Request) -> None:
         """Give the blocks back for now; what nobody else can keep is swapped out, if that is cheaper than computing."""

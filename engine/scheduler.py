@@ -115,6 +115,7 @@ class Scheduler:
             self._schedule_running(request, step)
         if self.num_preemptions == preemptions:  # what was just taken from a running request is not handed out anew
             self._admit_waiting(step)
+        self.manager.keep_quotas()
         return step.output()
 
     def _turn(self, request: Request) -> tuple[int, float, int]:

@@ -44,12 +44,21 @@ def test_a_floor_protects_from_others_while_they_have_more_than_theirs() -> None
     assert index.order.ledger == {Eviction("acme", "borealis"): 1, Eviction("borealis", "borealis"): 2}
 
 
-def test_an_owner_may_press_itself_below_its_floor() -> None:
+def test_an_owner_comes_up_to_its_floor_at_the_cost_of_who_has_more_than_theirs() -> None:
+    """Its own are the oldest: it gave them for its newest, and nobody else gave anything."""
     index = PrefixIndex(BLOCK)
     index.order.set_limits("acme", 3, None)
     put(index, "acme", [1, 2, 3], 10)
     put(index, "borealis", [1], 20)
-    assert list(index.evict(1, "acme")) == [12]
+    assert list(index.evict(2, "acme")) == [20, 12]
+
+
+def test_above_its_floor_an_owner_gives_its_own_oldest_down_to_the_floor() -> None:
+    index = PrefixIndex(BLOCK)
+    index.order.set_limits("acme", 1, None)
+    put(index, "acme", [1, 2, 3], 10)
+    put(index, "borealis", [1], 20)
+    assert list(index.evict(4, "acme")) == [12, 11, 20, 10]
 
 
 def test_floors_never_refuse_a_request() -> None:
@@ -268,6 +277,7 @@ def test_a_quota_bounds_what_a_tenant_keeps_and_refuses_nothing() -> None:
         prompt = [number, *range(100, 150)]
         name = harness.submit(prompt, 2, tenant="small", policy=policy)
         harness.run()
+        harness.engine.idle()
         assert harness.tokens_of(name) == expected_output(prompt, 2, VOCAB - 1)
         harness.check()
         assert harness.manager.counts().cached == 8
@@ -281,6 +291,7 @@ def test_a_quota_that_shrinks_holds_from_the_next_request_on_and_is_no_matter_of
     harness.run()
     assert harness.manager.counts().cached == 10 + 10
     harness.submit([250], 1, tenant="small", policy=TenantPolicy(kv_quota_tokens=8))
+    harness.step()
     assert harness.manager.counts().cached == 10 + 2
     harness.run()
     name = harness.submit(range(40), 1, tenant="small", policy=TenantPolicy(kv_quota_tokens=8))
@@ -289,4 +300,17 @@ def test_a_quota_that_shrinks_holds_from_the_next_request_on_and_is_no_matter_of
     name = harness.submit(other, 1, tenant="other", scope=SCOPE_B)
     harness.run()
     assert harness.accounts[name].num_cached_tokens == 39
+    harness.check()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_a_burst_of_one_prompt_above_the_quota_is_computed_once(max_tokens: int) -> None:
+    """vllm#9643, for a tenant whose prompt is larger than what it may keep: the others are waiting for it."""
+    harness = Harness(num_blocks=256, block_size=4, token_budget=64, chunk=16)
+    policy = TenantPolicy(kv_quota_tokens=16)
+    names = [harness.submit(range(80), max_tokens, policy=policy) for _ in range(6)]
+    harness.run()
+    assert [harness.accounts[name].num_cached_tokens for name in names] == [0] + [79] * 5
+    harness.engine.idle()
+    assert harness.manager.counts().cached == 4
     harness.check()

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.protocol import Erase, EvictCache
+from engine.protocol import Erase, EvictCache, TenantPolicy
 from engine.tiers.disk_slab import PAGE
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import SCOPE_A, SCOPE_B, VOCAB
@@ -67,9 +67,18 @@ class TieredMachine(RuleBasedStateMachine):
         public=st.sampled_from([0, 6]),
         use_cache=st.booleans(),
         pinned=st.booleans(),
+        floor_and_quota=st.sampled_from([(0, None), (8, None), (24, None), (0, 0), (0, 4), (8, 12), (24, 24)]),
     )
     def submit(
-        self, head: int, tail: list[int], max_tokens: int, scope: bytes, public: int, use_cache: bool, pinned: bool
+        self,
+        head: int,
+        tail: list[int],
+        max_tokens: int,
+        scope: bytes,
+        public: int,
+        use_cache: bool,
+        pinned: bool,
+        floor_and_quota: tuple[int, int | None],
     ) -> None:
         prompt = [*range(100, 100 + head), *tail]
         name = self.harness.submit(
@@ -81,6 +90,7 @@ class TieredMachine(RuleBasedStateMachine):
             document=f"d{head}",
             pinned=pinned,
             tenant=scope.decode(),
+            policy=TenantPolicy(kv_floor_tokens=floor_and_quota[0], kv_quota_tokens=floor_and_quota[1]),
         )
         self.prompts[name] = (prompt, max_tokens, scope)
         self.publics[name] = min(public, len(prompt) - 1)
@@ -104,6 +114,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.harness.run()
         self.harness.engine.persist()
         self.engine.settle()
+        assert not self.harness.manager.index.order.over_quota()
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
