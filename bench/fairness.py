@@ -2,15 +2,17 @@
 
     quiet    a few conversations about documents of its own, one question after the other: a prompt that was
              asked before, and a new question at its end
-    noisy    ten times that load: ten clients at once, ten answers between two questions, each prompt new; from one
-             question of a conversation to the next, twice of what the pool holds
+    noisy    ten times that load: ten clients at once, ten answers between two questions, as long as the quiet ones,
+             each prompt new; from one question of a conversation to the next, four times of what the pool holds
 
-Three runs of the same quiet questions, each on an empty cache: alone; beside the noisy tenant with a floor under the
-quiet one's cached tokens; and beside it without. A table, then one JSON line:
+A question arrives at a random moment of the step under way, and waits for its end; the engine's settings are its
+defaults. Three runs of the same quiet questions, each on an empty cache: alone; beside the noisy tenant with a floor
+under the quiet one's cached tokens; and beside it without. A table, then one JSON line:
 
     hit_rate_drop_points    of the quiet tenant's token hit rate, in points, against alone
     ttft_p50_ratio          of its median time to first token, against alone
     …_without_floors        the same without the floor: what a plain cache does to it
+    noisy_tokens_per_s      prompt and output tokens of the noisy tenant meanwhile, with the floor
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +36,7 @@ from engine.settings import EngineSettings, Settings, StoreSettings, TierSetting
 CONVERSATIONS = 4
 PROMPT_TOKENS = 480
 QUESTION_TOKENS = 96
-NOISY_TOKENS = 320
+NOISY_TOKENS = PROMPT_TOKENS + QUESTION_TOKENS
 NOISY_CLIENTS = 10
 OUTPUT_TOKENS = 8
 POOL_TOKENS = 6144
@@ -46,6 +50,7 @@ class Quiet:
     ttft_s: list[float] = field(default_factory=list[float])
     cached: int = 0
     total: int = 0
+    noisy_tokens_per_s: float = 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -59,18 +64,27 @@ class Quiet:
 class Load:
     """Drives the engine: the quiet tenant asks one question at a time, the noisy one keeps its clients busy."""
 
-    def __init__(self, engine: LLMEngine, noisy_clients: int, floor_tokens: int, seed: int) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        noisy_clients: int,
+        floor_tokens: int,
+        seed: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._engine = engine
+        self._clock = clock
         self._noisy_clients = noisy_clients
         self._quiet_policy = TenantPolicy(kv_floor_tokens=floor_tokens)
         self._rng = random.Random(seed)
         self._vocabulary = range(256, engine.info().vocab_size - 256)
         self._count = 0
+        self._arrivals = random.Random(seed)
         self._noisy: set[str] = set()
         self._num_noisy_done = 0
 
     def run(self, questions: int) -> Quiet:
-        seen = Quiet()
+        seen, begun = Quiet(), self._clock()
         prompts = [self._tokens(PROMPT_TOKENS) for _ in range(CONVERSATIONS)]
         for i in range(CONVERSATIONS + questions):
             prompt = prompts[i % CONVERSATIONS] + self._tokens(QUESTION_TOKENS)
@@ -79,6 +93,8 @@ class Load:
                 seen.ttft_s.append(first)
                 seen.cached += answer.cached
                 seen.total += answer.total
+        noisy_tokens = self._num_noisy_done * (NOISY_TOKENS + OUTPUT_TOKENS)
+        seen.noisy_tokens_per_s = noisy_tokens / (self._clock() - begun)
         self._finish_noisy()
         return seen
 
@@ -90,12 +106,15 @@ class Load:
         until = self._num_noisy_done + self._noisy_clients
         while self._num_noisy_done < until:
             self._step(None)
+        began = self._clock()
+        self._step(None)  # the one under way: nothing without the noisy tenant
+        start = began + self._arrivals.random() * (self._clock() - began)
         request_id = self._submit("quiet", prompt, self._quiet_policy)
-        start, first, account = time.perf_counter(), 0.0, _Account(0, 0)
+        first, account = 0.0, _Account(0, 0)
         while True:
             for delta in self._step(request_id):
                 if delta.account is not None:
-                    first = time.perf_counter() - start
+                    first = self._clock() - start
                     account = _Account(delta.account.num_cached_tokens, delta.account.num_prompt_tokens)
                 if delta.finish_reason is not None:
                     return first, account
@@ -145,18 +164,14 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=Path(".radixgate"))
     parser.add_argument("--questions", type=int, default=12)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--chunk", type=int, default=64, help="prefill chunk and token budget of a step")
+    parser.add_argument("--fair-step-ms", type=int, help="engine.fair_step_ms; 0: steps as long as ever")
     args = parser.parse_args()
+    fair_step = {} if args.fair_step_ms is None else {"fair_step_ms": args.fair_step_ms}
     settings = Settings(
         store=StoreSettings(data_dir=args.data_dir),
         tiers=TierSettings(host_memory=0, disk_size=0),  # they would give back what the flood took
         engine=EngineSettings(
-            threads=args.threads,
-            prefill_chunk_size=args.chunk,
-            max_num_batched_tokens=args.chunk + 32,
-            max_num_seqs=16,
-            max_model_len=1024,
-            kv_cache_memory=kv_bytes(POOL_TOKENS),
+            threads=args.threads, max_model_len=1024, kv_cache_memory=kv_bytes(POOL_TOKENS), **fair_step
         ),
     )
     engine = build_engine(settings, stderr_progress)
@@ -165,9 +180,10 @@ def main() -> None:
     for name, (clients, floor) in runs.items():
         engine.forget_everything()
         seen[name] = Load(engine, clients, floor, seed=5).run(args.questions)
-    print(f"{'quiet tenant':<16}{'hit rate':>10}{'TTFT p50':>12}")
+        print(f"{name}: {args.questions} questions asked", file=sys.stderr)
+    print(f"{'quiet tenant':<16}{'hit rate':>10}{'TTFT p50':>12}{'noisy tokens/s':>16}")
     for name, quiet in seen.items():
-        print(f"{name:<16}{quiet.hit_rate:>10.1%}{quiet.ttft_p50_s * 1000:>9.0f} ms")
+        print(f"{name:<16}{quiet.hit_rate:>10.1%}{quiet.ttft_p50_s * 1000:>9.0f} ms{quiet.noisy_tokens_per_s:>16.0f}")
     print(json.dumps(figures(seen)))
 
 
@@ -176,7 +192,7 @@ def figures(seen: dict[str, Quiet]) -> dict[str, float]:
     for name, suffix in (("with_floor", ""), ("without_floor", "_without_floors")):
         results[f"hit_rate_drop_points{suffix}"] = round((alone.hit_rate - seen[name].hit_rate) * 100, 2)
         results[f"ttft_p50_ratio{suffix}"] = round(seen[name].ttft_p50_s / alone.ttft_p50_s, 3)
-    return results
+    return results | {"noisy_tokens_per_s": round(seen["with_floor"].noisy_tokens_per_s, 1)}
 
 
 def kv_bytes(tokens: int) -> int:

@@ -162,8 +162,9 @@ class LLMEngine:
             cached_token_weight=settings.cached_token_weight,
             output_token_weight=settings.output_token_weight,
             max_model_len=self._info.max_model_len,
+            fair_step_seconds=settings.fair_step_ms / 1e3,
         )
-        return Scheduler(limits, manager)
+        return Scheduler(limits, manager, self.prefill_speed, self._clock)
 
     def attach_tiers(self, tiers: TieredCache) -> None:
         """From now on what leaves the device goes there. Before the first request."""

@@ -10,7 +10,8 @@ just loses its ticket, and its entries are dropped when they come up.
          shelf, and come back when the owner has grown above it): also the one that asks, or it would give its own
          oldest for its newest and never come up to its floor, while others have more than theirs
       3. only the shelves are left, everyone is at or below the floor: then the asker's own, then the lowest priority
-         after all. A floor protects from others that have more than theirs, it never refuses a request.
+         after all. A floor protects from others that have more than theirs: their requests wait for each other's end
+         (`num_reserved_from`). One that holds the device alone waits for nobody, and takes what it needs.
 
     What a queued request is going to need (`num_wanted`) is passed over in step 2 like a floor, and comes back when
     that request has been admitted or is gone.
@@ -62,13 +63,14 @@ class Leaf(Protocol):
 class Owner:
     """Somebody whose blocks are counted: a tenant, a cache group, or the public."""
 
-    __slots__ = ("floor", "heap", "name", "num_blocks", "num_leaves", "quota", "shelf", "weight")
+    __slots__ = ("floor", "heap", "name", "num_blocks", "num_leaves", "protected", "quota", "shelf", "weight")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_blocks = 0  # in the index
         self.num_leaves = 0  # evictable ones
         self.floor = 0  # blocks that others may not take while they have more than theirs
+        self.protected = 0  # blocks that it has of its floor
         self.quota = _NO_QUOTA  # blocks above which its own go first
         self.weight = 1.0  # of a use of its blocks, under gdsf
         self.heap: list[_Entry] = []
@@ -126,6 +128,7 @@ class EvictionOrder:
         self._uses = 0
         self._clock = 0.0  # gdsf: the priority that went last
         self._over_quota: dict[str, Owner] = {}
+        self._num_protected = 0  # of all owners
 
     def owner(self, name: str) -> Owner:
         found = self.owners.get(name)
@@ -145,6 +148,9 @@ class EvictionOrder:
         self._after_change(owner)
 
     def _after_change(self, owner: Owner) -> None:
+        protected = min(owner.floor, owner.num_blocks)
+        self._num_protected += protected - owner.protected
+        owner.protected = protected
         if owner.excess > 0:
             self._over_quota[owner.name] = owner
         else:
@@ -211,6 +217,14 @@ class EvictionOrder:
             if entry := _first_valid(owner.heap):
                 return entry.leaf, min(owner.excess, entry.leaf.num_blocks)
         return self._by_priority(pressed_by) or self._from_the_shelves()
+
+    def num_reserved_from(self, name: str) -> int:
+        """Blocks of others that an owner may not have, even if nobody holds them: of their floors. None for one that is
+        below its own floor."""
+        owner = self.owners.get(name)
+        if owner is None:
+            return self._num_protected
+        return 0 if owner.num_blocks < owner.floor else self._num_protected - owner.protected
 
     def over_quota(self) -> list[str]:
         """Owners that have more than their quota: what is in use cannot go."""

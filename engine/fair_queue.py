@@ -17,10 +17,12 @@ gets more than its share).
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Callable
 
 from engine.protocol import TenantPolicy
+from engine.recent_use import RecentUse
 from engine.request import Request
 
 WINDOW = 8  # requests of a tenant among which the cache decides
@@ -54,8 +56,9 @@ class TenantShare:
 class FairQueue:
     """Waiting requests in fair order. Every request that was added is started or removed, and later stopped."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_waiting = 0
+        self.recent = RecentUse(clock)
         self._shares: dict[str, TenantShare] = {}
         self._virtual_time = 0.0
 
@@ -66,6 +69,8 @@ class FairQueue:
         elif not share.active:
             share.counter = max(share.counter, self._virtual_time)
         share.policy = request.policy or share.policy
+        if not request.when_idle:
+            self.recent.see(request.tenant_id)
         insort(share.waiting, request, key=_place)
         self.num_waiting += 1
 
@@ -100,11 +105,19 @@ class FairQueue:
     def charge(self, request: Request, tokens: float) -> None:
         """So many weighed tokens were spent on a request that runs."""
         share = self._shares[request.tenant_id]
-        share.counter += tokens / share.policy.weight
+        weighed = tokens / share.policy.weight
+        share.counter += weighed
+        if not request.when_idle:
+            self.recent.charge(request.tenant_id, weighed)
 
     def counter(self, request: Request) -> float:
         """What the request's tenant has had."""
         return self._shares[request.tenant_id].counter
+
+    def is_only_one(self, request: Request) -> bool:
+        """Whether its tenant has no other request here."""
+        share = self._shares[request.tenant_id]
+        return share.num_running + len(share.waiting) <= 1
 
     def next(self, cached_tokens: Callable[[Request], int]) -> Request | None:
         """Whose turn it is; None when nobody may start. Takes nothing out."""

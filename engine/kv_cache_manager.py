@@ -298,7 +298,7 @@ class KVCacheManager:
         revived = self.pool.count_unreferenced(shared)
         of_leader = len(self._blocks_of_leader(request, len(shared)))
         needed = self._blocks_for(request.num_tokens + 1) - len(shared) - of_leader + revived + reserve
-        available = self.pool.num_free + self.pool.num_cached
+        available = self._num_available(request)
         request.lacked_room = None if needed <= available else (self.index.version, available)
         return needed <= available
 
@@ -307,7 +307,7 @@ class KVCacheManager:
         if request.lacked_room is None:
             return False
         version, available = request.lacked_room
-        return version == self.index.version and self.pool.num_free + self.pool.num_cached <= available
+        return version == self.index.version and self._num_available(request) <= available
 
     def admit(self, request: Request, prefix: CachedPrefix | None) -> Admission:
         """Take hold of the matched prefix, on the device and below."""
@@ -541,19 +541,30 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------ growth
 
-    def allocate_slots(self, request: Request, num_new_tokens: int) -> bool:
-        """Blocks for the next tokens; False, and nothing changed, when there are not enough."""
+    def allocate_slots(self, request: Request, num_new_tokens: int, *, over_floors: bool = False) -> bool:
+        """Blocks for the next tokens; False, and nothing changed, when there are not enough.
+
+        `over_floors`: those that are in the floors of others, too.
+        """
         needed = self._blocks_for(request.num_computed_tokens + num_new_tokens) - len(request.block_table)
         if needed <= 0:
             return True
-        if not self._make_room(needed, request):
+        if not self._make_room(needed, request, over_floors=over_floors):
             return False
         request.block_table += self.pool.allocate(needed)
         return True
 
-    def _make_room(self, count: int, request: Request) -> bool:
+    def _num_available(self, request: Request) -> int:
+        """Blocks that nobody holds, without the floors of others as long as anybody else holds some."""
+        available = self.pool.num_free + self.pool.num_cached
+        if self.pool.num_active <= len(request.block_table):
+            return available
+        return available - self.index.order.num_reserved_from(request.tenant_id)
+
+    def _make_room(self, count: int, request: Request, *, over_floors: bool = False) -> bool:
         missing = count - self.pool.num_free
-        if missing > self.pool.num_cached:
+        available = self.pool.num_free + self.pool.num_cached if over_floors else self._num_available(request)
+        if count > available:
             return False
         if missing > 0:
             self.pool.evict(self.index.evict(missing, request.tenant_id, self._demotion))

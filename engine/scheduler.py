@@ -8,6 +8,10 @@ one token, a fresh one lacks its prompt, a preempted one lacks prompt and output
     2. Prompts get a chunk each, tenants that have had least first, whether they run already or are admitted now
        (`engine/fair_queue.py`): else a tenant's question would wait for every prompt that others have begun. Chunks are
        cut at absolute multiples of `prefill_chunk_size`, so that a prompt is cut alike whatever part of it was cached.
+       While a tenant that uses little is here, or was a minute ago, the prompts of those who have many in the engine
+       get only as much of a step as takes `fair_step_seconds`: its next question waits for the step under way, and
+       shares one, and neither may be long beside what its own prompt takes. Its own requests, and those of who has only
+       one, are cut as always.
     3. Nobody overtakes a waiting request that only lacks room, or a long one would wait for ever; running ones go on.
     4. Whenever blocks run out, a request of the tenant that has had most is preempted, its latest: it gives its blocks
        back (full ones stay in the index) and waits again. The first in rank, by (priority, arrival), is never preempted
@@ -32,14 +36,19 @@ that fill the budget exactly (the same prompt would be cut elsewhere each time, 
 
 from __future__ import annotations
 
+import time
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.batch import ScheduledSequence, SchedulerOutput
 from engine.errors import InvariantError
 from engine.fair_queue import FairQueue
 from engine.kv_cache_manager import Admission, KVCacheManager
+from engine.prefill_speed import PrefillSpeed
 from engine.request import Request, RequestState
+
+_SHORTEST_STEP = 64  # tokens of prompts: below, a step is mostly the reading of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +59,25 @@ class SchedulerLimits:
     cached_token_weight: float = 0.1  # in a tenant's share; a computed token counts 1
     output_token_weight: float = 2.0
     max_model_len: int | None = None  # tokens of a sequence
+    fair_step_seconds: float = 0.0  # of others' prompts in a step, beside a tenant that uses little; 0: any
 
 
 class Scheduler:
     """Owns every request: `queue` (waiting), `parked` (waiting for another's block), `running` (in rank order)."""
 
-    def __init__(self, limits: SchedulerLimits, manager: KVCacheManager) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        manager: KVCacheManager,
+        prefill_speed: PrefillSpeed | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if limits.token_budget < limits.prefill_chunk_size + limits.max_num_seqs - 1:
             raise ValueError("the token budget does not hold a prefill chunk beside everyone else's decoding")
         self.limits = limits
         self.manager = manager
-        self.queue = FairQueue()
+        self.queue = FairQueue(clock)
+        self._prefill_speed = prefill_speed or PrefillSpeed()
         self.parked: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -102,7 +119,7 @@ class Scheduler:
     # ------------------------------------------------------------------ one step
 
     def schedule(self) -> SchedulerOutput:
-        step = _Step(self.limits.token_budget)
+        step = _Step(self.limits.token_budget, self._shared_tokens())
         self._clear_for_others()
         preemptions = self.num_preemptions
         for request in self.running[:]:
@@ -133,11 +150,16 @@ class Scheduler:
     def _schedule_running(self, request: Request, step: _Step) -> None:
         if request.state is not RequestState.RUNNING:
             return  # preempted for a request of this very step
-        count = self._chunk(request)
-        if count > step.budget:
+        count = self._chunk(request, step)
+        if not step.holds(count, is_cut=self._is_cut(request)):
             return
         while not self.manager.allocate_slots(request, count):
             victim = self._victim()
+            # The first in rank goes on in any case: rather into others' floors than at the cost of who has had less.
+            if self._turn(victim) < self._turn(request) and self.manager.allocate_slots(
+                request, count, over_floors=True
+            ):
+                break
             self._preempt(victim, step)
             if victim is request:
                 return
@@ -148,10 +170,24 @@ class Scheduler:
         decoding = request.num_computed_tokens >= request.num_prompt_tokens
         self.queue.charge(request, count * (self.limits.output_token_weight if decoding else 1.0))
 
-    def _chunk(self, request: Request, start: int | None = None) -> int:
+    def _shared_tokens(self) -> int | None:
+        """How many tokens of prompts that are cut short go into a step; None: none is cut."""
+        wanted = self.limits.fair_step_seconds * self._prefill_speed.tokens_per_second
+        if not wanted or not self.queue.recent.has_light():
+            return None
+        # Powers of two, so that a speed that varies cuts no prompt elsewhere.
+        tokens = max(_SHORTEST_STEP, 1 << (int(wanted).bit_length() - 1))
+        return tokens if tokens < self.limits.token_budget else None
+
+    def _is_cut(self, request: Request) -> bool:
+        return not self.queue.recent.is_light(request.tenant_id) and not self.queue.is_only_one(request)
+
+    def _chunk(self, request: Request, step: _Step, start: int | None = None) -> int:
         """New tokens up to the next absolute multiple of the chunk size, or to the end."""
         start = request.num_computed_tokens if start is None else start
         chunk = self.limits.prefill_chunk_size
+        if step.shared is not None and self._is_cut(request):
+            chunk = min(chunk, step.shared)
         return min(request.num_tokens + request.num_pending_tokens, (start // chunk + 1) * chunk) - start
 
     def _victim(self) -> Request:
@@ -216,11 +252,12 @@ class Scheduler:
             return True
         if not self.manager.can_admit(request, prefix, reserve=len(self.running)):
             return False
-        if self._chunk(request, self.manager.num_ready_tokens(request, prefix)) > step.budget:
+        is_cut = self._is_cut(request)
+        if not step.holds(self._chunk(request, step, self.manager.num_ready_tokens(request, prefix)), is_cut=is_cut):
             return False
         admission = self.manager.admit(request, prefix)
-        count = self._chunk(request)
-        if count > step.budget or not self.manager.allocate_slots(request, count):
+        count = self._chunk(request, step)
+        if not step.holds(count, is_cut=is_cut) or not self.manager.allocate_slots(request, count):
             self.manager.back_out(request)  # a copy that found no room made the chunk longer
             return False
         self._start(request)
@@ -239,18 +276,30 @@ class Scheduler:
 class _Step:
     """A step being put together."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, shared: int | None) -> None:
         self.budget = budget
+        self.shared = shared  # tokens of prompts for all that are cut short
+        self._num_prompt_tokens = 0
         self.counts: dict[Request, int] = {}
         self.admissions: dict[Request, Admission] = {}
 
+    def holds(self, count: int, *, is_cut: bool) -> bool:
+        """Whether so many tokens of a request still go into it. One alone is decoding, or as good as that."""
+        if self.shared is not None and is_cut and count > 1 and self._num_prompt_tokens + count > self.shared:
+            return False
+        return count <= self.budget
+
     def add(self, request: Request, count: int) -> None:
         self.counts[request] = count
-        self.budget -= count
+        self._take(count)
 
     def drop(self, request: Request) -> None:
-        self.budget += self.counts.pop(request, 0)
+        self._take(-self.counts.pop(request, 0))
         self.admissions.pop(request, None)
+
+    def _take(self, count: int) -> None:
+        self.budget -= count
+        self._num_prompt_tokens += count if abs(count) > 1 else 0
 
     def output(self) -> SchedulerOutput:
         sequences = [_sequence(request, count) for request, count in self.counts.items()]

@@ -77,6 +77,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     eviction_policy: Literal["lru", "gdsf"] = "lru"  # least recently used, or frequency · cost with ageing
     cached_token_weight: Annotated[float, Meta(ge=0)] = 0.1  # of a cached token in a tenant's fair share; computed: 1
     output_token_weight: Annotated[float, Meta(ge=0)] = 2.0
+    fair_step_ms: NotNegative = 60  # of others' prompts in a step, while a tenant is about that uses little; 0: any
     ghost_entries: NotNegative = 65536  # evicted keys that are remembered
     threads: NotNegative = 0  # torch's; 0: the machine's cores
     tensor_parallel_size: Positive = 1  # processes, each with a device and a share of every layer
