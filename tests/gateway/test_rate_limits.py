@@ -196,6 +196,38 @@ async def test_who_settles_need_not_know_what_was_reserved(backend: Backend) -> 
         await backend.reserve("t", "r3", [TOKENS], 1, None)
 
 
+async def test_two_gateways_at_once_never_pass_a_limit(empty_store_url: str) -> None:
+    """Tokens and concurrency, reserved and settled over two connections at the same time."""
+    stores = [await open_store(empty_store_url) for _ in range(2)]
+    gateways = [Limiter(store) for store in stores]
+    limits = RateLimits(tokens_per_day=1000, concurrent_requests=7)
+    running = most = spent = 0
+
+    async def request(number: int) -> None:
+        nonlocal running, most, spent
+        gateway, amount = gateways[number % 2], 10 + number % 30
+        try:
+            reservation = await gateway.reserve("t", f"r{number}", limits, amount)
+        except RateLimitError:
+            return
+        running += 1
+        most = max(most, running)
+        assert used(reservation)[0] <= 1000
+        await asyncio.sleep(0)
+        running -= 1  # before the store is told: never fewer than it counts
+        spent += amount // 2
+        await gateway.settle(reservation, 1, amount // 2)
+
+    for batch in range(10):
+        await asyncio.gather(*(request(40 * batch + i) for i in range(40)))
+    assert 2 <= most <= 7
+    assert 500 < spent <= 1000
+    last = await gateways[0].reserve("t", "last", RateLimits(tokens_per_day=10**6), 0)
+    assert used(last) == [spent]
+    for store in stores:
+        await store.close()
+
+
 def test_only_the_limits_that_are_set_are_windows() -> None:
     assert windows_of(RateLimits()) == []
     names = [window.name for window in windows_of(RateLimits(tokens_per_day=5, requests_per_minute=1))]

@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
@@ -79,6 +80,66 @@ def test_without_the_store_requests_are_served_and_readiness_says_degraded(
         gateway.wait_until(lambda: readiness_of(gateway) == "ok")
         # Nothing that was served meanwhile is lost. (A store that was killed without persistence lost what it had.)
         gateway.wait_until(lambda: counted(gateway) >= 10)
+
+
+def leave(gateway: RunningGateway) -> int:
+    """Ask, and go before the answer has ended."""
+    body = {**BODY, "stream": True, "messages": [{"role": "user", "content": "wait"}]}
+    with gateway.http.stream("POST", "/v1/chat/completions", json=body, headers=gateway.headers()) as response:
+        return response.status_code
+
+
+def test_an_outage_refuses_nobody_for_requests_that_have_ended(
+    mortal_store: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one request at a time, and clients that leave: before, while and after the store answers nothing. What is
+    counted afterwards is what was used, and nothing runs."""
+    monkeypatch.setattr("tests.gateway.conftest.STORE_TIMEOUT", 0.05)
+    monkeypatch.setattr("gateway.store_client.FETCH_SECONDS", 0.5)
+    keys = new_keys()
+    alice = TenantSettings(
+        id="alice",
+        key_hashes=(hash_api_key(SECRET, keys["alice"]),),
+        requests_per_minute=1000,
+        tokens_per_day=1_000_000,
+        concurrent_requests=1,
+    )
+    with contextmanager(run_gateway_thread)(
+        FakeEngine(), store_url=mortal_store.url, keys=keys, tenants=[alice]
+    ) as gateway:
+
+        def in_turn(action: Callable[[], int]) -> int:
+            """One after the other: the one before has ended for the gateway, too."""
+            status = action()
+            gateway.wait_until(lambda: not gateway.engine.running)
+            time.sleep(0.05)
+            return status
+
+        gateway.wait_until(lambda: readiness_of(gateway) == "ok")
+        assert [in_turn(action) for action in (lambda: ask(gateway), lambda: leave(gateway))] == [200, 200]
+        mortal_store.freeze()
+        for _ in range(4):
+            assert in_turn(lambda: leave(gateway)) == 200
+            assert in_turn(lambda: ask(gateway)) == 200
+        gateway.wait_until(lambda: readiness_of(gateway) == "degraded")
+        mortal_store.thaw()
+        gateway.wait_until(lambda: readiness_of(gateway) == "ok")
+        gateway.wait_until(lambda: not running_in(mortal_store))
+        assert [in_turn(action) for action in (lambda: leave(gateway), lambda: ask(gateway))] == [200, 200]
+        gateway.wait_until(lambda: not running_in(mortal_store))
+        # At least what was asked beside the outage, and of what was asked in it what the store had been told.
+        tokens, requests = used_in(mortal_store, "tokens_per_day"), used_in(mortal_store, "requests_per_minute")
+        assert 4 <= requests <= 12
+        assert tokens < 100 * requests, "no max_tokens is left reserved"
+
+
+def running_in(store: StoreServer) -> list[bytes]:
+    """Requests that count as running."""
+    return cast("list[bytes]", store.command("ZRANGEBYSCORE", "radixgate:running:alice", "1", "+inf"))
+
+
+def used_in(store: StoreServer, window: str) -> int:
+    return int(cast(bytes, store.command("HGET", "radixgate:limits:alice", f"{window}:used")))
 
 
 async def test_a_script_that_the_store_has_forgotten_is_sent_again(store_server: StoreServer) -> None:
