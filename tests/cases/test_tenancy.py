@@ -345,3 +345,15 @@ def test_every_computed_token_has_a_reason(stack: Stack) -> None:
         classes = {name for segment in report["segments"] for name in segment["classes"]}
         assert reason in classes
         assert sum(sum(s["classes"].values()) for s in report["segments"]) == report["prompt_tokens"]
+
+
+def test_what_another_tenants_flood_has_evicted_has_that_for_a_reason(tmp_path: Path) -> None:
+    for stack in run_stack(tmp_path, num_blocks=96):
+        ask(stack, "alice")
+        assert cached(ask(stack, "alice")) > 0
+        for i in range(40):
+            ask(stack, "bob", QUESTION, cache_salt=f"salt {i}")
+        report = ask(stack, "alice", cache_report=True).json()["cache_report"]
+        classes = [segment["classes"] for segment in report["segments"]]
+        assert sum(each.get("evicted", 0) for each in classes) > 0
+        assert sum(sum(each.values()) for each in classes) == report["prompt_tokens"]
