@@ -10,6 +10,7 @@ import pytest
 
 from engine.protocol import PromptAccount, SamplingParams, Segment, SegmentKind, Submit
 from engine.tiers.disk_slab import PAGE
+from engine.tiers.index_record import GROUP_SLOTS
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import SCOPE_A, SCOPE_B, VOCAB
 from tests.engine.tiers.store_process import StoreProcess
@@ -185,6 +186,35 @@ def test_a_store_that_lost_something_gives_misses_only(tmp_path: Path, store: St
         second.settle()
     with TieredEngine(tmp_path, store.url, big("three")).loaded() as third:
         assert ask(third, PROMPT) == 40
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_one_part_of_the_index_that_is_lost_costs_what_hangs_below_it_and_nothing_else(
+    tmp_path: Path, store: StoreProcess, lost: int
+) -> None:
+    """What `maxmemory` takes is one key and not all: records whose parents stood in it lead nowhere."""
+    options = big()
+    options.disk_slots = 3 * GROUP_SLOTS
+    prompts = [[number % 250, number // 250, *range(6), *range(number % 60, number % 60 + 32)] for number in range(120)]
+    first = TieredEngine(tmp_path, store.url, options).loaded()
+    longer = [[*prompt, *range(60, 72)] for prompt in prompts[:10]]  # begin in one part and go on in another
+    for number, prompt in enumerate(prompts + longer):
+        ask(first, prompt)
+        if number % 6 == 5:  # before the device has to let go of them
+            first.harness.engine.persist()
+            first.settle()
+    first.harness.engine.close()
+    (gone,) = (key for key in store.key_names() if key.endswith(f":g:{lost}".encode()))
+    with store.client() as client:
+        client.delete(gone)
+    options.incarnation = "two"
+    with TieredEngine(tmp_path, store.url, options).loaded() as second:
+        cached = [ask(second, prompt) for prompt in longer + prompts[10:]]
+        assert cached.count(0) >= 10, "what was lost"
+        assert sum(tokens >= 36 for tokens in cached) >= 60, "what was not"
+        if lost == 2:
+            assert set(cached[:10]) == {40}, "of the longer ones what stood in the first part"
+        second.settle()
 
 
 def test_damaged_records_are_dropped_with_all_that_hangs_below_them(tmp_path: Path, store: StoreProcess) -> None:
