@@ -1,8 +1,9 @@
 """Lives of a small real engine, for a test that kills them: `python -m tests.engine.tiers.killed_engine DIR URL`.
 
 Loads a tiny random model once, computes what every prompt answers without any cache, and then, for each line on its
-standard input, forks a child that lives one life: restore what the last one left, answer every prompt of a sample and
-compare, say `ready PID RESTORED HITS READ_ERRORS`, and go on serving until it is killed. A wrong answer is said, too.
+standard input, forks a child that lives one life: say `begun PID`, restore what the last one left, answer every prompt
+of a sample and compare, say `ready PID RESTORED HITS READ_ERRORS`, and go on serving until it is killed. A wrong answer
+is said, too.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Life:
 
 def live(loaded: LoadedModel, settings: Settings, prompts: list[list[int]], expected: list[str], seed: int) -> None:
     rng = random.Random(seed)
+    print(f"begun {os.getpid()}", flush=True)
     life = Life(loaded, settings)
     engine = life.engine
     assert engine.tiers is not None
