@@ -219,12 +219,15 @@ class EvictionOrder:
         return self._by_priority(pressed_by) or self._from_the_shelves()
 
     def num_reserved_from(self, name: str) -> int:
-        """Blocks of others that an owner may not have, even if nobody holds them: of their floors. None for one that is
-        below its own floor."""
+        """Blocks of others that an owner may not have, even if nobody holds them: of their floors.
+
+        One that is below its own may have as many of them as it lacks: floors that the device cannot hold together are
+        for all in part.
+        """
         owner = self.owners.get(name)
         if owner is None:
             return self._num_protected
-        return 0 if owner.num_blocks < owner.floor else self._num_protected - owner.protected
+        return max(0, self._num_protected - owner.protected - (owner.floor - owner.protected))
 
     def over_quota(self) -> list[str]:
         """Owners that have more than their quota: what is in use cannot go."""

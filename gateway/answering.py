@@ -102,7 +102,7 @@ class Answering:
                         sampling=body.sampling(limit, choice),
                         document_order=prompt.document_order,
                         pin_top=prompt.pin_top,
-                        policy=tenant.record.policy.for_engine(),
+                        policy=tenant.record.policy_for_engine(),
                         priority=tenant.record.policy.priority,
                         sibling_of=leader,
                         use_cache=may_cache(body, tenant),

@@ -64,7 +64,7 @@ async def rewriting_of(
                 tenant_id=tenant.id,
                 segments=segments,
                 sampling=SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0, stop=("\n",), min_tokens=1),
-                policy=tenant.record.policy.for_engine(),
+                policy=tenant.record.policy_for_engine(),
                 priority=tenant.record.policy.priority,
                 use_cache=use_cache,
             )

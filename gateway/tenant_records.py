@@ -51,14 +51,6 @@ class SharePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_quota_tokens: NotNegative | None = None
     no_store: bool = False
 
-    def for_engine(self) -> TenantPolicy:
-        return TenantPolicy(
-            weight=self.weight,
-            max_running=self.max_running,
-            kv_floor_tokens=self.kv_floor_tokens,
-            kv_quota_tokens=self.kv_quota_tokens,
-        )
-
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: str
@@ -68,6 +60,16 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int = 0  # Unix seconds; 0: made by the settings
     limits: RateLimits = RateLimits()
     policy: SharePolicy = SharePolicy()
+
+    def policy_for_engine(self) -> TenantPolicy:
+        """Blocks of a cache group are nobody's own: its tenants have neither floors nor quotas."""
+        pays_alone = not self.cache_group
+        return TenantPolicy(
+            weight=self.policy.weight,
+            max_running=self.policy.max_running,
+            kv_floor_tokens=self.policy.kv_floor_tokens if pays_alone else 0,
+            kv_quota_tokens=self.policy.kv_quota_tokens if pays_alone else None,
+        )
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -314,3 +314,34 @@ def test_a_burst_of_one_prompt_above_the_quota_is_computed_once(max_tokens: int)
     harness.engine.idle()
     assert harness.manager.counts().cached == 4
     harness.check()
+
+
+def test_what_is_reserved_from_an_owner_is_what_others_have_of_their_floors() -> None:
+    index = PrefixIndex(BLOCK)
+    for owner, floor in (("acme", 3), ("borealis", 2), ("cobalt", 4)):
+        index.order.set_limits(owner, floor, None)
+    put(index, "acme", [1, 2, 3, 4], 10)
+    put(index, "borealis", [1], 20)
+    reserved = {name: index.order.num_reserved_from(name) for name in ("acme", "borealis", "cobalt", "new")}
+    assert reserved == {"acme": 1, "borealis": 2, "cobalt": 0, "new": 4}
+    index.evict(1, "new")
+    index.order.set_limits("acme", 0, None)
+    assert index.order.num_reserved_from("new") == 1
+
+
+def test_one_that_holds_the_device_alone_takes_the_floors_of_others_and_one_beside_them_waits() -> None:
+    harness = Harness(num_blocks=24, block_size=4)
+    floor = TenantPolicy(kv_floor_tokens=40)
+    quiet = list(range(40))
+    harness.submit(quiet, 1, tenant="quiet", policy=floor)
+    harness.run()
+    small = harness.submit(range(100, 120), 30, tenant="noisy", scope=SCOPE_B)
+    harness.step()
+    large = harness.submit(range(120, 180), 2, tenant="noisy", scope=SCOPE_B)
+    while small not in harness.finished:
+        assert harness.manager.index.order.owner("quiet").num_blocks == 10
+        harness.step()
+    harness.run()
+    assert harness.tokens_of(large) == expected_output(list(range(120, 180)), 2, VOCAB - 1)
+    assert harness.manager.index.order.owner("quiet").num_blocks < 10
+    harness.check()

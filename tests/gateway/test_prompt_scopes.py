@@ -15,7 +15,7 @@ from gateway.prompt import Message, PromptBuilder
 from gateway.prompt_scopes import Level, PromptScopes, narrowing_levels
 from gateway.prompt_tokenizer import PromptTokenizer
 from gateway.published import Published, document_digest
-from gateway.tenant_records import CollectionRecord, PromptRecord
+from gateway.tenant_records import CollectionRecord, PromptRecord, SharePolicy, TenantRecord
 from gateway.tenants import Tenant, TenantDirectory, public_scope
 from retrieval.documents import Document
 from tests.gateway.byte_tokenizer import byte_tokenizer
@@ -149,3 +149,12 @@ def test_a_text_published_twice_is_public_until_both_are_withdrawn() -> None:
     texts.put_prompt(PromptRecord(id="copy", text="another"))
     assert not texts.is_public_prompt(PUBLIC_PROMPT)
     assert texts.is_public_prompt("another")
+
+
+def test_a_tenant_of_a_cache_group_has_neither_floor_nor_quota() -> None:
+    """Its blocks are the group's: a floor that protects nothing would still let it into the floors of others."""
+    policy = SharePolicy(kv_floor_tokens=160, kv_quota_tokens=320, weight=2.0)
+    alone, grouped = (TenantRecord(id="a", policy=policy, cache_group=group) for group in ("", "g"))
+    assert (alone.policy_for_engine().kv_floor_tokens, alone.policy_for_engine().kv_quota_tokens) == (160, 320)
+    assert (grouped.policy_for_engine().kv_floor_tokens, grouped.policy_for_engine().kv_quota_tokens) == (0, None)
+    assert grouped.policy_for_engine().weight == 2.0
