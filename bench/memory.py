@@ -16,7 +16,6 @@ import json
 import math
 import os
 import secrets
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -150,8 +149,6 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=Path(".radixgate"))
     parser.add_argument("--kv-cache-memory", default="1GiB")
     args = parser.parse_args()
-    # SIGTERM unwinds like Ctrl-C, so that the server is stopped too.
-    signal.signal(signal.SIGTERM, lambda signum, _frame: sys.exit(128 + signum))
     # No tiers below: their host memory is a setting of its own and not part of the limit.
     overrides = {"engine.kv_cache_memory": args.kv_cache_memory, "engine.device": "cpu"}
     overrides |= {"tiers.host_memory": "0", "tiers.disk_size": "0"}

@@ -23,7 +23,6 @@ import contextlib
 import json
 import platform
 import secrets
-import signal
 import statistics
 import sys
 import time
@@ -202,8 +201,6 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     args = _arguments()
-    # SIGTERM unwinds like Ctrl-C, so that a server of our own is stopped too.
-    signal.signal(signal.SIGTERM, lambda signum, _frame: sys.exit(128 + signum))
     with _server(args) as server:
         measured = asyncio.run(_measure(args, server))
     _print_table(measured)

@@ -27,7 +27,11 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running_server(data_dir: Path, *extra_args: str) -> Iterator[RunningServer]:
-    """Starts the server, waits until it is ready, and ends it by SIGTERM. Its log goes to this process's stderr."""
+    """Starts the server, waits until it is ready, and ends it by SIGTERM. Its log goes to this process's stderr.
+
+    From now on SIGTERM unwinds this process like Ctrl-C, so that the server is stopped with it.
+    """
+    signal.signal(signal.SIGTERM, lambda signum, _frame: sys.exit(128 + signum))
     port = free_port()
     command = [sys.executable, "-m", "gateway", "serve", "--port", str(port), "--data-dir", str(data_dir), *extra_args]
     with subprocess.Popen(command, stdout=sys.stderr) as process:
