@@ -39,6 +39,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.gpu_timer import median_ms
 from bench.kernel_checks import run_checks
+from bench.targets import DECODE_BATCHES, PREFILLS
 from kernels.block_copier import BlockCopier
 from kernels.cost import AttentionModel, copy_cost, decode_cost, prefill_cost, store_cost
 from kernels.heuristics import DeviceModel
@@ -57,10 +58,8 @@ class Sizes:
     model: AttentionModel = field(default_factory=AttentionModel)
     block_size: int = 16
     context: int = 16384
-    batches: tuple[int, ...] = (1, 4, 8, 12, 16, 32, 64)
-    prefills: Mapping[str, tuple[int, int]] = field(  # (new, cached)
-        default_factory=lambda: {"8k on nothing": (8192, 0), "8k on 24k": (8192, 24576), "200 on 6k": (200, 6144)}
-    )
+    batches: tuple[int, ...] = DECODE_BATCHES
+    prefills: Mapping[str, tuple[int, int]] = field(default_factory=lambda: PREFILLS)  # (new, cached)
     members: int = 32
     shared: int = 4096
     own: int = 256
@@ -127,7 +126,7 @@ def measure_device(sizes: Sizes, results: Results) -> Device:
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Sequences over shuffled blocks of a cache of one layer."""
+    """Sequences over shuffled blocks of a cache, whose first layer is read."""
 
     sizes: Sizes
     metadata: AttentionMetadata
@@ -135,7 +134,7 @@ class PagedBatch:
     query: torch.Tensor
 
     @classmethod
-    def build(cls, sizes: Sizes, lengths: list[tuple[int, int]], shared: int = 0) -> PagedBatch:
+    def build(cls, sizes: Sizes, lengths: list[tuple[int, int]], shared: int = 0, num_layers: int = 1) -> PagedBatch:
         """lengths: (cached, new); the first `shared` keys of all sequences lie in the same blocks."""
         model, block_size = sizes.model, sizes.block_size
         counts = [-(-(cached + new) // block_size) for cached, new in lengths]
@@ -151,19 +150,21 @@ class PagedBatch:
         return cls(
             sizes=sizes,
             metadata=AttentionMetadata.build(tables, cached, new, block_size, sizes.device),
-            kv_cache=sizes.normal(sum(counts), 1, 2, block_size, model.num_kv_heads, model.head_dim),
+            kv_cache=sizes.normal(sum(counts), num_layers, 2, block_size, model.num_kv_heads, model.head_dim),
             query=sizes.normal(sum(new), model.num_heads, model.head_dim),
         )
 
-    def attend(self, kernels: TritonAttention) -> torch.Tensor:
+    def attend(
+        self, kernels: TritonAttention, sliding_window: int | None = None, soft_cap: float | None = None
+    ) -> torch.Tensor:
         return kernels.paged_attention(
             self.query,
             self.kv_cache,
             0,
             self.metadata,
             scale=self.sizes.scale,
-            sliding_window=None,
-            soft_cap=None,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
             sinks=None,
         )
 
