@@ -1,4 +1,4 @@
-"""The engine's bench and the GPU's one command, as far as they run without a GPU."""
+"""The engine's bench, as far as it runs without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from packaging.requirements import Requirement
 
 import bench.engine
 from bench.engine import Mode, Shape, check_answers, gpu_share, run
-from bench.gpu import PARTS, Part, run_all
 from engine.model_loader import LoadedModel
 
 TINY = Shape("tiny", 2, 32, 64, 4, 2, 128, prefix=64, tail=8, batch=3, context=20, steps=4)
@@ -78,29 +77,6 @@ def test_the_engine_bench_takes_of_a_gpu_what_it_needs() -> None:
     gib = 1 << 30
     assert gpu_share(free=124 * gib, total=140 * gib, kv_bytes=30 * gib) == pytest.approx((16 + 30 + 6) / 140)
     assert gpu_share(free=20 * gib, total=24 * gib, kv_bytes=30 * gib) == 0.9
-
-
-def test_the_report_has_every_part_also_those_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = (
-        Part("good", ("-c", "print('a table'); print('{\"share\": 0.9}')"), 60),
-        Part("bad", ("-c", "print('it broke'); raise SystemExit(3)"), 60),
-        Part("absent", ("-c", "print('never run')"), 60, needs=("sys", "no_such_module")),
-        Part("endless", ("-c", "import time; print('begun', flush=True); time.sleep(600)"), 1.5),
-    )
-    assert not run_all(parts, tmp_path, tmp_path / "out", "a GPU")
-    report = json.loads((tmp_path / "out" / "gpu.json").read_text())
-    assert report["gpu"] == "a GPU"
-    assert (report["good"]["passed"], report["good"]["figures"]) == (True, {"share": 0.9})
-    assert (report["bad"]["passed"], report["endless"]["passed"]) == (False, False)
-    assert report["absent"]["passed"] is None
-    table = (tmp_path / "out" / "gpu.txt").read_text()
-    assert all(text in table for text in ("a table", "it broke", "begun", "stopped after", "no_such_module"))
-    assert "never run" not in table
-    assert "FAILED" in capsys.readouterr().out
-
-
-def test_its_limits_end_within_eight_minutes() -> None:
-    assert sum(part.seconds for part in PARTS) < 480
 
 
 # ---------------------------------------------------------------- with torch, Triton and transformers alone
