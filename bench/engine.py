@@ -52,7 +52,6 @@ from kernels.dispatch import select_kernels
 SCOPE = b"bench-----------"
 _ROUNDS = 3  # of cold and warm prompts
 _PROFILED_STEPS = 20
-_GPU_ROOM = 6 << 30  # bytes for the largest step's activations and for graphs
 _SEED = 6  # of seven, the one whose checked answers are the least close: no logit within 0.007 of the largest
 
 
@@ -159,7 +158,8 @@ def build(shape: Shape, device: torch.device, mode: Mode) -> LLMEngine:
     utilization = 0.9
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        utilization = gpu_share(*torch.cuda.mem_get_info(device), kv_bytes)
+        weights = sum(parameter.nbytes for parameter in loaded.model.parameters())
+        utilization = gpu_share(*torch.cuda.mem_get_info(device), weights, kv_bytes)
     settings = Settings(
         engine=EngineSettings(
             device=str(device),
@@ -176,10 +176,12 @@ def build(shape: Shape, device: torch.device, mode: Mode) -> LLMEngine:
     return assemble_engine(loaded, settings, no_progress)
 
 
-def gpu_share(free: int, total: int, kv_bytes: int) -> float:
-    """Of a GPU's memory, so that beside what is taken (the weights are) and steps and graphs, KV gets `kv_bytes`. All
-    that is free would do for the figures, and keep others off the device."""
-    return min(0.9, (total - free + _GPU_ROOM + kv_bytes) / total)
+def gpu_share(free: int, total: int, weights: int, kv_bytes: int) -> float:
+    """Of a GPU's memory, so that KV gets `kv_bytes` beside what is taken already (the weights are, and other engines),
+    the activations of the largest step and the graphs. All that is free would do for the figures, but keeps others off
+    the device, and a small model's blocks would be millions."""
+    room = (1 << 30) + weights // 3
+    return min(0.9, (total - free + room + kv_bytes) / total)
 
 
 class TimedRunner:

@@ -75,8 +75,9 @@ def test_an_engine_that_answers_otherwise_is_found_and_does_not_keep_the_rest_fr
 
 def test_the_engine_bench_takes_of_a_gpu_what_it_needs() -> None:
     gib = 1 << 30
-    assert gpu_share(free=124 * gib, total=140 * gib, kv_bytes=30 * gib) == pytest.approx((16 + 30 + 6) / 140)
-    assert gpu_share(free=20 * gib, total=24 * gib, kv_bytes=30 * gib) == 0.9
+    taken = gpu_share(free=124 * gib, total=140 * gib, weights=15 * gib, kv_bytes=30 * gib)
+    assert taken == pytest.approx((16 + 1 + 15 / 3 + 30) / 140)
+    assert gpu_share(free=20 * gib, total=24 * gib, weights=15 * gib, kv_bytes=30 * gib) == 0.9
 
 
 # ---------------------------------------------------------------- with torch, Triton and transformers alone
