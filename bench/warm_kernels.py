@@ -243,7 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     variants = variants_of(launches(device))
     print(f"{len(variants)} variants, {arguments.processes} processes", flush=True)
     failed = compile_all(variants, 10 * device.capability[0] + device.capability[1], arguments.processes)
-    print("\n".join(failed))
+    for reason in failed:
+        print(reason)
     print(json.dumps({"compiled": len(variants), "failed": failed, "seconds": round(time.monotonic() - started, 1)}))
     return 1 if failed else 0
 
