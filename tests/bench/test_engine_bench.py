@@ -1,4 +1,4 @@
-"""The engine's bench and the GPU's one command, as far as they run without a GPU."""
+"""The engine's bench, as far as it runs without a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -13,48 +14,70 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from bench.engine import Shape, run
-from bench.gpu import PARTS, Part, run_all
+import bench.engine
+from bench.engine import Mode, Shape, check_answers, gpu_share, run
+from engine.model_loader import LoadedModel
 
 TINY = Shape("tiny", 2, 32, 64, 4, 2, 128, prefix=64, tail=8, batch=3, context=20, steps=4)
+TINY_CHECKED = replace(TINY, draws_wide=True)
+CPU = torch.device("cpu")
 
 
-def test_the_engine_bench_measures_what_it_names() -> None:
+def test_the_engine_bench_measures_what_it_names(capsys: pytest.CaptureFixture[str]) -> None:
     """Its own asserts hold the cache to what is measured: cold finds nothing, warm the whole prefix."""
-    results = run(TINY, torch.device("cpu"), enforce_eager=False, async_scheduling=True)
+    results = run(TINY, CPU, Mode(), TINY_CHECKED)
+    assert results["sections_failed"] == {}
     names = {"ttft_cold_ms", "ttft_warm_ms", "warm_share", "step_ms", "device_ms", "device_share", "host_ms", "wait_ms"}
     assert names <= results.keys()
     assert all(isinstance(results[name], float) for name in names)
     assert results["graphs"] == []
     json.dumps(results)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-1] == results
+    assert "checked_answers" in lines[0]
+    assert "ttft_cold_ms" not in lines[1]
+    assert "ttft_cold_ms" in lines[2]
 
 
 def test_the_engine_bench_keeps_kv_in_eight_bits_when_asked_to() -> None:
-    results = run(TINY, torch.device("cpu"), enforce_eager=False, async_scheduling=True, kv_cache_dtype="int8")
+    results = run(TINY, CPU, Mode(kv_cache_dtype="int8"), TINY_CHECKED)
     assert results["kv_dtype"] == "int8"
+    assert results["sections_failed"] == {}
 
 
-def test_the_report_has_every_part_also_those_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = (
-        Part("good", ("-c", "print('a table'); print('{\"share\": 0.9}')"), 60),
-        Part("bad", ("-c", "print('it broke'); raise SystemExit(3)"), 60),
-        Part("absent", ("-c", "print('never run')"), 60, needs=("sys", "no_such_module")),
-        Part("endless", ("-c", "import time; print('begun', flush=True); time.sleep(600)"), 1.5),
-    )
-    assert not run_all(parts, tmp_path, tmp_path / "out", "a GPU")
-    report = json.loads((tmp_path / "out" / "gpu.json").read_text())
-    assert report["gpu"] == "a GPU"
-    assert (report["good"]["passed"], report["good"]["figures"]) == (True, {"share": 0.9})
-    assert (report["bad"]["passed"], report["endless"]["passed"]) == (False, False)
-    assert report["absent"]["passed"] is None
-    table = (tmp_path / "out" / "gpu.txt").read_text()
-    assert all(text in table for text in ("a table", "it broke", "begun", "stopped after", "no_such_module"))
-    assert "never run" not in table
-    assert "FAILED" in capsys.readouterr().out
+def test_the_random_model_is_the_same_each_time() -> None:
+    first, second = (bench.engine.random_model(TINY, CPU).model for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_its_limits_end_within_eight_minutes() -> None:
-    assert sum(part.seconds for part in PARTS) < 480
+def test_an_engine_that_answers_otherwise_is_found_and_does_not_keep_the_rest_from_being_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def shifted(shape: Shape, device: torch.device, kv_cache_dtype: str = "auto") -> LoadedModel:
+        loaded = right(shape, device, kv_cache_dtype)
+        built.append(loaded)
+        if len(built) == 2:  # the first is the plain engine's
+            head = loaded.model.get_output_embeddings()
+            assert isinstance(head, torch.nn.Linear)
+            with torch.no_grad():
+                head.weight.copy_(head.weight.roll(1, 0))
+        return loaded
+
+    right, built = bench.engine.random_model, list[LoadedModel]()
+    monkeypatch.setattr(bench.engine, "random_model", shifted)
+    with pytest.raises(AssertionError, match="answers differ from those of the plain engine, cold: the prompt"):
+        check_answers(CPU, Mode(), TINY_CHECKED)
+    built.clear()
+    results = run(TINY, CPU, Mode(), TINY_CHECKED)
+    assert results["sections_failed"].keys() == {"check"}  # pyright: ignore[reportAttributeAccessIssue]
+    assert results["step_ms"]
+
+
+def test_the_engine_bench_takes_of_a_gpu_what_it_needs() -> None:
+    gib = 1 << 30
+    taken = gpu_share(free=124 * gib, total=140 * gib, weights=15 * gib, kv_bytes=30 * gib)
+    assert taken == pytest.approx((16 + 1 + 15 / 3 + 30) / 140)
+    assert gpu_share(free=20 * gib, total=24 * gib, weights=15 * gib, kv_bytes=30 * gib) == 0.9
 
 
 # ---------------------------------------------------------------- with torch, Triton and transformers alone
@@ -62,10 +85,12 @@ def test_its_limits_end_within_eight_minutes() -> None:
 ROOT = Path(__file__).parents[2]
 BENCH = """
 import torch, bench.gpu, bench.kernels
-from bench.engine import Shape, run
+from dataclasses import replace
+from bench.engine import Mode, Shape, run
 tiny = Shape("tiny", 2, 32, 64, 4, 2, 128, prefix=64, tail=8, batch=3, context=20, steps=4)
 torch.set_num_threads(1)
-print(run(tiny, torch.device("cpu"), enforce_eager=False, async_scheduling=True)["stand_ins"])
+results = run(tiny, torch.device("cpu"), Mode(), replace(tiny, draws_wide=True))
+print(results["stand_ins"], results["sections_failed"])
 """
 
 
@@ -99,4 +124,4 @@ def test_the_benches_need_torch_triton_and_transformers_alone(bare_packages: Pat
         [sys.executable, "-S", "-c", BENCH], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[-2] == "['msgspec', 'xxhash']"
+    assert done.stdout.split("\n")[-2] == "['msgspec', 'xxhash'] {}"
