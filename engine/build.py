@@ -136,17 +136,20 @@ def open_disk_tier(settings: Settings, info: EngineInfo, block_bytes: int) -> Di
 
 
 def rank_device(settings: EngineSettings, rank: int) -> torch.device:
-    """Where a rank computes. Raises ConfigError when there are fewer GPUs than ranks."""
+    """Where a rank computes, and from now on this thread's current device: Triton launches, graphs are captured and
+    events are recorded there, whatever device their tensors are on. Raises ConfigError when there are too few GPUs."""
     device = choose_device(settings.device)
     size = settings.tensor_parallel_size
-    if size == 1 or device.type != "cuda":
-        return device
-    if torch.cuda.device_count() < size:
-        raise ConfigError(
-            f"engine.tensor_parallel_size = {size}, but torch sees {torch.cuda.device_count()} CUDA devices",
-            param="engine.tensor_parallel_size",
-        )
-    return torch.device("cuda", rank)
+    if size > 1 and device.type == "cuda":
+        if torch.cuda.device_count() < size:
+            raise ConfigError(
+                f"engine.tensor_parallel_size = {size}, but torch sees {torch.cuda.device_count()} CUDA devices",
+                param="engine.tensor_parallel_size",
+            )
+        device = torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -154,6 +157,13 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(wanted)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
         raise ConfigError(f"engine.device = {wanted!r}, but torch sees no CUDA device", param="engine.device")
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"engine.device = {wanted!r}, but torch sees {torch.cuda.device_count()} CUDA devices, from cuda:0 on",
+            param="engine.device",
+        )
     return device
