@@ -131,9 +131,7 @@ def compile_specialisation(specialisation: Specialisation, tiles: TileTable = TI
     function: Any = launch.function
     target = GPUTarget("cuda", specialisation.architecture, 32)
     backend = make_backend(target)
-    # As `JITFunction.run` does, up to the point where it needs a device.
-    bind = create_function_from_signature(function.signature, function.params, backend)
-    bound, kinds, options = bind(*launch.args, **launch.kwargs)
+    bound, kinds, options = _bind(launch, backend)
     parsed, signature, constants, attributes = function._pack_args(backend, dict(options), bound, kinds, options)
     source = ASTSource(function, signature, constants, attributes)
     kernel = triton.compile(source, target=target, options=parsed.__dict__)
@@ -160,6 +158,20 @@ def compile_specialisation(specialisation: Specialisation, tiles: TileTable = TI
         matrix=matrix,
         matrix_count=counts[matrix],
     )
+
+
+def _bind(launch: Launch, backend: object) -> Any:
+    """As `JITFunction.run` does, up to the point where it needs a device: (arguments, what of them is part of the
+    compiled code, launch options)."""
+    function: Any = launch.function
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    return bind(*launch.args, **launch.kwargs)
+
+
+def variant(launch: Launch, architecture: int) -> str:
+    """Which compiled code a launch runs: what is equal for two launches is compiled once."""
+    _, kinds, options = _bind(launch, make_backend(GPUTarget("cuda", architecture, 32)))
+    return f"{launch.function.__name__} {kinds} {options}"
 
 
 def programs_per_sm(

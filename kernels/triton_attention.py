@@ -180,10 +180,8 @@ class TritonAttention:
             layer,
             num_tokens,
             kv_cache.shape[0] * kv_cache.shape[3],
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
+            *_strides(key),
+            *_strides(value),
             QUANTIZED=self._kv_scales is not None,
             INTEGER=kv_cache.dtype == torch.int8,
             NUM_LAYERS=kv_cache.shape[1],
@@ -296,8 +294,7 @@ class TritonAttention:
             num_seqs,
             MAX_DECODE_QUERY + 1,
             metadata.block_table.stride(0),
-            call.query.stride(0),
-            call.query.stride(1),
+            *_strides(call.query),
             call.scale,
             call.soft_cap or 0.0,
             call.sliding_window or 0,
@@ -337,8 +334,7 @@ class TritonAttention:
             target,
             max_query,
             metadata.block_table.stride(0),
-            call.query.stride(0),
-            call.query.stride(1),
+            *_strides(call.query),
             call.scale,
             call.soft_cap or 0.0,
             call.sliding_window or 0,
@@ -389,8 +385,7 @@ class TritonAttention:
             self._kv_scales,
             call.layer,
             call.metadata.block_table.stride(0),
-            call.query.stride(0),
-            call.query.stride(1),
+            *_strides(call.query),
             call.scale,
             call.soft_cap or 0.0,
             **self._constants(call, tile),
@@ -436,3 +431,13 @@ def product_precision(dtype: torch.dtype, block_d: int) -> str:
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose last axis is contiguous; the others may have any strides."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _strides(rows: torch.Tensor) -> tuple[int, int]:
+    """Of tokens and of heads. That of a single one is never used, and torch leaves any number there: Triton would
+    compile the kernel anew for one that is no multiple of 16."""
+    num_tokens, num_heads, head_dim = rows.shape
+    return (
+        rows.stride(0) if num_tokens > 1 else num_heads * head_dim,
+        rows.stride(1) if num_heads > 1 else head_dim,
+    )
