@@ -16,7 +16,7 @@ from engine.model_loader import LoadedModel, load_model
 from engine.model_runner import ModelRunner, build_model_runner, configure_threads
 from engine.protocol import PROTOCOL_VERSION, EngineInfo
 from engine.ranks import RankGroup, start_ranks
-from engine.self_test import prove_reuse
+from engine.self_test import bits_are_guaranteed, prove_reuse
 from engine.settings import EngineSettings, Settings, settings_environ, store_url
 from engine.tiers.directory import TierDirectory
 from engine.tiers.disk_slab import DiskSlab, slab_path
@@ -77,7 +77,12 @@ def assemble_engine(
     )
     engine = LLMEngine(info, settings.engine, runner)
     progress("asking a first question twice", 0.0)
-    prove_reuse(engine, caching=settings.engine.enable_prefix_caching)
+    exact = bits_are_guaranteed(loaded.device, loaded.dtype)
+    prove_reuse(
+        engine,
+        caching=settings.engine.enable_prefix_caching,
+        tolerance=0.0 if exact else loaded.logit_tolerance,
+    )
     if settings.engine.enable_prefix_caching:
         attach_tiers(engine, runner, settings)
     progress("engine ready", 1.0)
