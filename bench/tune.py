@@ -47,6 +47,7 @@ FP32_CANDIDATES: list[Row] = [
     (64, 32, 8, 3), (32, 32, 8, 3), (32, 16, 8, 3), (16, 32, 8, 3), (16, 16, 8, 3), (16, 16, 4, 3),
 ]  # fmt: skip
 FP32_DECODE_CANDIDATES: list[Row] = [(16, 64, 4, 3), (16, 32, 4, 3), (16, 16, 8, 3), (16, 16, 4, 3)]
+NUM_KV_HEADS = 8  # of what is timed
 KV_DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32}
 
 
@@ -130,7 +131,7 @@ class Workload:
 
     def run(self, device: DeviceModel, key: Key, tiles: TileTable, shares: bool) -> float:
         _, _, head_dim, kv_bytes = key
-        block_size, num_kv_heads, group = 16, 8, 4
+        block_size, num_kv_heads, group = 16, NUM_KV_HEADS, 4
         per_seq = self.seq_len // block_size
         tables = [list(range(index * per_seq, (index + 1) * per_seq)) for index in range(self.num_seqs)]
         common = tables[0][: self.shared // block_size]
@@ -180,14 +181,15 @@ def tune_by_timing(device: DeviceModel) -> dict[Key, Row]:
 
 
 def measured_saving(device: DeviceModel, rows: TileTable) -> int:
-    """The smallest saving, of those tried, from which sharing is faster at every larger one."""
+    """The smallest saving in bytes, of those tried, from which sharing is faster at every larger one."""
     key = (device.architecture, "shared_prefix", 128, 2)
-    least = 1 << 20
+    key_bytes = 2 * NUM_KV_HEADS * 128 * 2
+    least = key_bytes << 20
     for members, shared in reversed([(2, 1024), (4, 1024), (4, 2048), (8, 2048), (8, 4096), (32, 4096)]):
         workload = Workload(members, shared + 256, 1, shared=shared)
         if workload.run(device, key, rows, shares=True) >= workload.run(device, key, rows, shares=False):
             break
-        least = (members - 1) * shared
+        least = (members - 1) * shared * key_bytes
     return least
 
 

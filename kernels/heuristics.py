@@ -61,7 +61,8 @@ class DeviceModel:
 
     @property
     def min_shared_saving(self) -> int:
-        """Keys · (sequences - 1) that a shared pass has to save to pay for its launch and its merge."""
+        """Bytes of a layer's keys and values that a shared pass has to save to pay for its launch and its merge: those of
+        its keys, times (sequences - 1). Bytes take time: with few KV heads or in 8 bits, more keys are needed."""
         return MIN_SHARED_SAVING[self.architecture]
 
     @property

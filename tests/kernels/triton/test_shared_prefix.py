@@ -134,6 +134,16 @@ def test_more_members_than_a_tile_holds(interpreter: Worker) -> None:
     interpreter(interpreted.check_shared_prefix, shape, shared=True)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_pays_is_a_matter_of_bytes(captured: bool, interpreter: Worker) -> None:
+    """8,192 keys are 32 MiB of a layer of 8 heads of 128 in 16 bits. Of 2 heads of 64 in 8 bits they are 2 MiB, which a
+    device reads in less time than one more launch takes."""
+    for num_kv_heads, head_dim, dtype in ((8, 128, torch.float16), (2, 64, torch.float16), (2, 64, torch.int8)):
+        key_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
+        fewest = interpreter(interpreted.fewest_members_that_share, num_kv_heads, head_dim, dtype, captured)
+        assert fewest == 1 + -(-(1 << 20) // (256 * key_bytes))
+
+
 def test_a_layer_with_a_window_does_not_share(interpreter: Worker) -> None:
     """The step has groups, but in this layer the window ends inside the prefix."""
     shape = PrefixShape(owners=((512, 5), (512, 9)), new=(1, 1), sliding_window=100)
