@@ -129,6 +129,19 @@ def test_shared_and_own_parts_merge(dtype: torch.dtype, interpreter: Worker) -> 
     )
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_8_bit_prefixes_have_their_scales_in_both_passes(kv_dtype: torch.dtype, interpreter: Worker) -> None:
+    shape = PrefixShape(
+        owners=((256, 5), (512, 40), (256, 17), (0, 30)),
+        new=(1,) * 4,
+        dtype=torch.float16,
+        soft_cap=8.0,
+        sinks=True,
+        kv_dtype=kv_dtype,
+    )
+    interpreter(interpreted.check_shared_prefix, shape, shared=True)
+
+
 def test_more_members_than_a_tile_holds(interpreter: Worker) -> None:
     shape = PrefixShape(owners=((256, 3),) * 7, new=(1,) * 7, group=20, dtype=torch.float16)
     interpreter(interpreted.check_shared_prefix, shape, shared=True)
