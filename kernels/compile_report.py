@@ -94,7 +94,7 @@ def _narrow_tiles(specialisation: Specialisation, compiled: Compiled) -> list[st
 
     Each loop has num_stages loads of each tile in its code: those that fill the pipeline, and the one that runs on.
     Elements of 16 and 32 bits must come by 16 bytes, those of 8 bits by 16 or 8: a product of widened values wants them
-    in another order, so that decode loads its values, and on sm_80 prefill too, by 8.
+    in another order, so that decode's tiles of 16 rows, and all on sm_80, load their values by 8.
     """
     if not specialisation.multiplies:
         return [] if compiled.wide_loads else ["loads nothing by 16 bytes"]
