@@ -1,10 +1,11 @@
 """python -m bench.tune: write the tile table of the attention kernels, `kernels/tile_table.py`.
 
-on a GPU     every candidate is timed on long sequences and prompts, and the saving from which a shared prefix pays
-             is measured. This architecture's rows are rewritten.
+on a GPU     every candidate is timed on long sequences and prompts; then into how many parts decode's keys are best
+             cut (PROGRAMS_PER_SM), and the saving from which a shared prefix pays. This architecture's rows are
+             rewritten.
 --static     no GPU needed. Each row gets the first candidate, in an order of preference, that compiles without
-             spills for plain attention and with every option, fits shared memory, and keeps loads in flight while a
-             tile is computed. Rows of architectures that were measured stay.
+             spills for every head size of the row, for plain attention and with every option, fits shared memory, and
+             keeps loads in flight while a tile is computed. Rows of architectures that were measured stay.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -47,6 +48,8 @@ FP32_CANDIDATES: list[Row] = [
     (64, 32, 8, 3), (32, 32, 8, 3), (32, 16, 8, 3), (16, 32, 8, 3), (16, 16, 8, 3), (16, 16, 4, 3),
 ]  # fmt: skip
 FP32_DECODE_CANDIDATES: list[Row] = [(16, 64, 4, 3), (16, 32, 4, 3), (16, 16, 8, 3), (16, 16, 4, 3)]
+NUM_KV_HEADS = 8  # of what is timed
+HEADS_OF = {64: (64,), 128: (128, 80, 96), 256: (256,)}  # that models have, by row of the table
 KV_DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32}
 
 
@@ -64,11 +67,21 @@ def candidates(key: Key) -> list[Row]:
 
 
 def fitting_rows(key: Key) -> Iterator[tuple[Row, int]]:
-    """The candidates that compile well, the preferred first, and how many programs of each run on a multiprocessor."""
+    """The candidates that compile well, the preferred first, and how many programs of each run on a multiprocessor.
+
+    For every head size that the row is for: columns that fill one up need masks, and masks registers.
+    """
+    heads, kv_dtypes = HEADS_OF[key[2]], _kv_dtypes(key)
+    forms = [(head, kv_dtype, option) for head in heads for kv_dtype in kv_dtypes for option in (True, False)]
     for row in candidates(key):
-        compiled = [_compile(key, row, kv_dtype, option) for kv_dtype in _kv_dtypes(key) for option in (False, True)]
-        if all(each is not None and acceptable(each, key[0]) for each in compiled):
-            yield row, min(each.programs_per_sm for each in compiled if each is not None)
+        programs: list[int] = []
+        for head_dim, kv_dtype, option in forms:
+            compiled = _compile(key, row, head_dim, kv_dtype, option)
+            if compiled is None or not acceptable(compiled, key[0]):
+                break
+            programs.append(compiled.programs_per_sm)
+        else:
+            yield row, min(programs)
 
 
 def _kv_dtypes(key: Key) -> list[torch.dtype]:
@@ -77,12 +90,12 @@ def _kv_dtypes(key: Key) -> list[torch.dtype]:
     return [KV_DTYPES[key[3]], *([torch.float8_e4m3fn] if has_fp8 else [])]
 
 
-def _compile(key: Key, row: Row, kv_dtype: torch.dtype, every_option: bool) -> Compiled | None:
+def _compile(key: Key, row: Row, head_dim: int, kv_dtype: torch.dtype, every_option: bool) -> Compiled | None:
     """None: does not fit the device at all."""
-    architecture, kernel, head_dim, kv_bytes = key
+    architecture, kernel, bucket, kv_bytes = key
     model = ARCHITECTURES[architecture]
     _, block_n, _, num_stages = row
-    if 2 * (num_stages - 1) * block_n * head_dim * kv_bytes > model.shared_memory_program:
+    if 2 * (num_stages - 1) * block_n * bucket * kv_bytes > model.shared_memory_program:
         return None  # without compiling: not even the keys and values fit
     dtype = torch.float32 if kv_bytes == 4 else torch.bfloat16
     wanted = Specialisation(architecture, kernel, head_dim, dtype, kv_dtype, every_option=every_option)
@@ -130,7 +143,7 @@ class Workload:
 
     def run(self, device: DeviceModel, key: Key, tiles: TileTable, shares: bool) -> float:
         _, _, head_dim, kv_bytes = key
-        block_size, num_kv_heads, group = 16, 8, 4
+        block_size, num_kv_heads, group = 16, NUM_KV_HEADS, 4
         per_seq = self.seq_len // block_size
         tables = [list(range(index * per_seq, (index + 1) * per_seq)) for index in range(self.num_seqs)]
         common = tables[0][: self.shared // block_size]
@@ -179,25 +192,49 @@ def tune_by_timing(device: DeviceModel) -> dict[Key, Row]:
     return rows
 
 
+PROGRAMS = (2, 4, 8, 16)  # a multiprocessor, that decode's keys may be cut for
+BATCHES = (1, 8, 12, 16, 64)  # sequences of 16k: it is between 8 and 16 that a bad cut shows
+
+
+def measured_programs(device: DeviceModel, rows: TileTable) -> int:
+    """The number for which the slowest batch, against the best time that any number has for it, is the least slow."""
+    key = (device.architecture, "decode", 128, 2)
+    times = {
+        count: [
+            Workload(batch, 16384, 1).run(replace(device, cut_for=count), key, rows, shares=False) for batch in BATCHES
+        ]
+        for count in PROGRAMS
+    }
+    best = [min(each) for each in zip(*times.values(), strict=True)]
+    print(f"programs a multiprocessor, ms at {BATCHES} sequences: {times}", flush=True)
+    return min(PROGRAMS, key=lambda count: max(ms / least for ms, least in zip(times[count], best, strict=True)))
+
+
 def measured_saving(device: DeviceModel, rows: TileTable) -> int:
-    """The smallest saving, of those tried, from which sharing is faster at every larger one."""
+    """The smallest saving in bytes, of those tried, from which sharing is faster at every larger one."""
     key = (device.architecture, "shared_prefix", 128, 2)
-    least = 1 << 20
+    key_bytes = 2 * NUM_KV_HEADS * 128 * 2
+    least = key_bytes << 20
     for members, shared in reversed([(2, 1024), (4, 1024), (4, 2048), (8, 2048), (8, 4096), (32, 4096)]):
         workload = Workload(members, shared + 256, 1, shared=shared)
         if workload.run(device, key, rows, shares=True) >= workload.run(device, key, rows, shares=False):
             break
-        least = (members - 1) * shared
+        least = (members - 1) * shared * key_bytes
     return least
 
 
-def write_table(rows: dict[Key, Row], measured: frozenset[int], savings: dict[int, int]) -> None:
-    path = Path(tile_table.__file__)
+def write_table(
+    rows: TileTable,
+    measured: frozenset[int],
+    programs: Mapping[int, int],
+    savings: Mapping[int, int],
+    path: Path = Path(tile_table.__file__),
+) -> None:
     head = path.read_text(encoding="utf-8").split("MEASURED:")[0]
     lines = [
         f"{head}MEASURED: frozenset[int] = frozenset({sorted(measured)})",
-        f"PROGRAMS_PER_SM: dict[int, int] = {tile_table.PROGRAMS_PER_SM!r}",
-        f"MIN_SHARED_SAVING: dict[int, int] = {savings!r}",
+        f"PROGRAMS_PER_SM: dict[int, int] = {dict(programs)!r}",
+        f"MIN_SHARED_SAVING: dict[int, int] = {dict(savings)!r}",
         "TILES: dict[tuple[int, str, int, int], tuple[int, int, int, int]] = {",
         *(f'    ({key[0]}, "{key[1]}", {key[2]}, {key[3]}): {row!r},' for key, row in rows.items()),
         "}\n",
@@ -210,9 +247,9 @@ def main() -> int:
     parser.add_argument("--static", action="store_true", help="choose by what compiles well; needs no GPU")
     parser.add_argument("--processes", type=int, default=2, help="compilers at a time with --static")
     arguments = parser.parse_args()
-    savings = dict(tile_table.MIN_SHARED_SAVING)
+    programs, savings = dict(tile_table.PROGRAMS_PER_SM), dict(tile_table.MIN_SHARED_SAVING)
     if arguments.static:
-        write_table(tune_statically(arguments.processes), tile_table.MEASURED, savings)
+        write_table(tune_statically(arguments.processes), tile_table.MEASURED, programs, savings)
         return 0
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was timed. --static chooses by what compiles well.")
@@ -220,9 +257,12 @@ def main() -> int:
         return 0
     device = DeviceModel.of(torch.device("cuda"))
     rows = tune_by_timing(device)
+    programs[device.architecture] = measured_programs(device, rows)
+    device = replace(device, cut_for=programs[device.architecture])
     savings[device.architecture] = measured_saving(device, rows)
-    write_table(rows, tile_table.MEASURED | {device.architecture}, savings)
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "min_shared_saving": savings[device.architecture]}))
+    write_table(rows, tile_table.MEASURED | {device.architecture}, programs, savings)
+    found = {"programs_per_sm": device.cut_for, "min_shared_saving": savings[device.architecture]}
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), **found}))
     return 0
 
 

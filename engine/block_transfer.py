@@ -17,19 +17,24 @@ for a copy that takes 15 µs over PCIe.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from engine.batch import BlockFetch, BlockOffload, TransferReport
+from engine.errors import ConfigError
 
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 MIN_SHARED_BLOCKS = 8  # below, one thread is done before another has begun
 
 ByteRows = NDArray[np.uint8]  # [num_blocks, block_bytes]
@@ -260,5 +265,36 @@ def host_tensor(buffer: memoryview, kv_cache: torch.Tensor) -> torch.Tensor:
 
 
 def allocate_pinned_memory(size: int) -> memoryview:
-    """Memory that a GPU copies from and to without the CPU's help."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data
+    """Memory that a GPU copies from and to without the CPU's help, and not a byte more than `size`.
+
+    torch's own allocator of pinned memory rounds up to a power of two (CachingHostAllocator: for reuse). For a slab of
+    5 GiB it takes 8 from the machine, which nobody else can have.
+    """
+    region = _PinnedRegion(-1, size)
+    with contextlib.suppress(OSError):  # a kernel without huge pages does it in small ones
+        region.madvise(mmap.MADV_HUGEPAGE)
+    region.pin()
+    return memoryview(region)
+
+
+class _PinnedRegion(mmap.mmap):
+    """Anonymous memory that the driver knows of, until the last view of it is gone."""
+
+    _unpin: Callable[[], object] | None = None
+
+    def pin(self) -> None:
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        runtime: Any = torch.cuda.cudart()
+        status = int(runtime.cudaHostRegister(address, len(self), _PORTABLE))
+        if status:
+            raise ConfigError(
+                f"the driver does not pin tiers.host_memory = {len(self)} bytes (CUDA error {status}): "
+                "make it smaller, or raise the limit of locked memory (ulimit -l)",
+                param="tiers.host_memory",
+            )
+        self._unpin = partial(runtime.cudaHostUnregister, address)
+
+    def __del__(self) -> None:
+        """Before it is unmapped: the next region at this address would count as pinned already, and be refused."""
+        if self._unpin is not None:
+            self._unpin()

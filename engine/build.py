@@ -16,7 +16,7 @@ from engine.model_loader import LoadedModel, load_model
 from engine.model_runner import ModelRunner, build_model_runner, configure_threads
 from engine.protocol import PROTOCOL_VERSION, EngineInfo
 from engine.ranks import RankGroup, start_ranks
-from engine.self_test import prove_reuse
+from engine.self_test import bits_are_guaranteed, prove_reuse
 from engine.settings import EngineSettings, Settings, settings_environ, store_url
 from engine.tiers.directory import TierDirectory
 from engine.tiers.disk_slab import DiskSlab, slab_path
@@ -77,7 +77,12 @@ def assemble_engine(
     )
     engine = LLMEngine(info, settings.engine, runner)
     progress("asking a first question twice", 0.0)
-    prove_reuse(engine, caching=settings.engine.enable_prefix_caching)
+    exact = bits_are_guaranteed(loaded.device, loaded.dtype)
+    prove_reuse(
+        engine,
+        caching=settings.engine.enable_prefix_caching,
+        tolerance=0.0 if exact else loaded.logit_tolerance,
+    )
     if settings.engine.enable_prefix_caching:
         attach_tiers(engine, runner, settings)
     progress("engine ready", 1.0)
@@ -136,17 +141,20 @@ def open_disk_tier(settings: Settings, info: EngineInfo, block_bytes: int) -> Di
 
 
 def rank_device(settings: EngineSettings, rank: int) -> torch.device:
-    """Where a rank computes. Raises ConfigError when there are fewer GPUs than ranks."""
+    """Where a rank computes, and from now on this thread's current device: Triton launches, graphs are captured and
+    events are recorded there, whatever device their tensors are on. Raises ConfigError when there are too few GPUs."""
     device = choose_device(settings.device)
     size = settings.tensor_parallel_size
-    if size == 1 or device.type != "cuda":
-        return device
-    if torch.cuda.device_count() < size:
-        raise ConfigError(
-            f"engine.tensor_parallel_size = {size}, but torch sees {torch.cuda.device_count()} CUDA devices",
-            param="engine.tensor_parallel_size",
-        )
-    return torch.device("cuda", rank)
+    if size > 1 and device.type == "cuda":
+        if torch.cuda.device_count() < size:
+            raise ConfigError(
+                f"engine.tensor_parallel_size = {size}, but torch sees {torch.cuda.device_count()} CUDA devices",
+                param="engine.tensor_parallel_size",
+            )
+        device = torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -154,6 +162,13 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(wanted)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
         raise ConfigError(f"engine.device = {wanted!r}, but torch sees no CUDA device", param="engine.device")
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"engine.device = {wanted!r}, but torch sees {torch.cuda.device_count()} CUDA devices, from cuda:0 on",
+            param="engine.device",
+        )
     return device

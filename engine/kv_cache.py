@@ -70,6 +70,10 @@ def allocate_kv_cache(layout: KVCacheLayout, num_blocks: int, device: torch.devi
 
 
 def num_blocks_on_cpu(layout: KVCacheLayout, settings: EngineSettings) -> int:
+    return _num_blocks_set(layout, settings)
+
+
+def _num_blocks_set(layout: KVCacheLayout, settings: EngineSettings) -> int:
     num_blocks = settings.kv_cache_memory // layout.bytes_per_block
     if num_blocks < MIN_BLOCKS:
         needed = MIN_BLOCKS * layout.bytes_per_block
@@ -94,7 +98,7 @@ def num_blocks_on_gpu(layout: KVCacheLayout, settings: EngineSettings, memory: D
             "bytes: raise it, make engine.max_num_batched_tokens smaller, or take a smaller model",
             param="engine.gpu_memory_utilization",
         )
-    return num_blocks
+    return num_blocks if settings.gpu_kv_limit is None else min(num_blocks, _num_blocks_set(layout, settings))
 
 
 def fit_max_model_len(settings: EngineSettings, model_limit: int, num_blocks: int) -> int:
@@ -110,7 +114,7 @@ def fit_max_model_len(settings: EngineSettings, model_limit: int, num_blocks: in
     if settings.max_model_len > capacity:
         raise ConfigError(
             f"engine.max_model_len = {settings.max_model_len}, but the KV cache holds {capacity} tokens: "
-            "raise engine.kv_cache_memory or engine.gpu_memory_utilization",
+            "raise engine.kv_cache_memory (on a GPU engine.gpu_memory_utilization, and that one too if it was set)",
             param="engine.max_model_len",
         )
     return settings.max_model_len

@@ -206,6 +206,11 @@ def own_logits(model: PreTrainedModel) -> torch.Tensor:
         _use_attention(model, ATTENTION_NAME)
 
 
+def relative_tolerance(dtype: torch.dtype) -> float:
+    """What rounding explains between two ways to compute the logits, of their root mean square."""
+    return _TOLERANCE[dtype]
+
+
 def verify_paged(
     model: PreTrainedModel,
     facts: AttentionFacts,
@@ -218,7 +223,7 @@ def verify_paged(
         paged = _paged_logits(model, facts, kernels, block_size, _proof_prompts(model))
     # Written so that a NaN is refused too.
     difference = ((paged - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
-    tolerance = _TOLERANCE[model.dtype]
+    tolerance = relative_tolerance(model.dtype)
     if not difference <= tolerance:
         raise ModelLoadError(
             f"{type(model).__name__} cannot be paged exactly: its logits over KV blocks differ from those of its own "

@@ -12,6 +12,7 @@ is never run. Pickled weights are refused: opening them runs code too.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from engine.fingerprint import digest_files, fingerprint
 from engine.kv_cache import KVCacheLayout
 from engine.kv_quantization import check_kv_dtype, choose_kv_dtype, measure_scales
 from engine.load_progress import Progress, transformers_bars
-from engine.model_checks import check_config, max_context, own_logits, trace_attention, verify_paged
+from engine.model_checks import check_config, max_context, own_logits, relative_tolerance, trace_attention, verify_paged
 from engine.packed_linear import pack_linears
 from engine.settings import ModelSettings
 from engine.sharding import Rank, shard_model
@@ -74,6 +75,7 @@ class LoadedModel:
     chat_template: str
     special_tokens: dict[str, str]
     fingerprint: str
+    logit_tolerance: float = math.inf  # what rounding leaves between two ways to compute a logit; inf: nobody looked
 
     @property
     def kv_layout(self) -> KVCacheLayout:
@@ -138,8 +140,10 @@ def load_model(
     logger.info("paged attention matches the model's own to %.1e in %s", difference, dtype)
     text_tokenizer = Tokenizer.from_str(tokenizer_json.decode())
     kv_scales = measure_scales(model, facts, kernels, text_tokenizer, kv_dtype)
+    tolerance = relative_tolerance(dtype)
     if kv_dtype != dtype:
         difference = check_kv_dtype(model, facts, kernels, text_tokenizer, kv_dtype, kv_scales)
+        tolerance = max(tolerance, difference)
         logger.info("KV in %s changes the model's logits by %.1e of their size", kv_dtype, difference)
     weights_digest = digest_files(source.weight_files, progress)
     progress("model ready", 1.0)
@@ -171,6 +175,7 @@ def load_model(
             kv_layout=facts.layout(block_size, kv_dtype).describe(),
             kv_scales=b"" if kv_scales is None else kv_scales.cpu().numpy().tobytes(),
         ),
+        logit_tolerance=tolerance * expected.square().mean().sqrt().item(),
     )
 
 

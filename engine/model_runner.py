@@ -213,9 +213,20 @@ class ModelRunner:
         with torch.inference_mode():
             if self._graphs is not None and (logits := self._graphs.run(sequences, self._last_rows)) is not None:
                 return logits
-            packed = pack_step(sequences, self._block_size, self._last_rows)
-            buffer = upload(packed.buffer, self._device)
-            return self.forward(StepInputs.of(buffer, packed.shape, packed.plan, self._block_size), self._kernels)
+            return self._forward_eagerly(sequences)
+
+    def warm_up(self, step: SchedulerOutput) -> None:
+        """Run a trial step for the kernels that it has compiled, kernel by kernel whatever was captured. Each rank does
+        so by itself."""
+        with torch.inference_mode():
+            self._copy_slots(step)
+            if step.sequences:
+                self._forward_eagerly(step.sequences)
+
+    def _forward_eagerly(self, sequences: Sequence[ScheduledSequence]) -> torch.Tensor:
+        packed = pack_step(sequences, self._block_size, self._last_rows)
+        buffer = upload(packed.buffer, self._device)
+        return self.forward(StepInputs.of(buffer, packed.shape, packed.plan, self._block_size), self._kernels)
 
     def forward(self, inputs: StepInputs, kernels: AttentionKernels) -> torch.Tensor:
         """The model over inputs on the device; logits [num_rows, V]. Reads nothing of the host but `inputs`' plan."""
@@ -255,7 +266,7 @@ def _prepare(runner: ModelRunner, loaded: LoadedModel, settings: EngineSettings,
         _capture_graphs(runner, loaded, settings, max_model_len, progress)
     progress("compiling kernels", 0.0)
     for step in warm_up_steps(settings, runner.num_blocks, max_model_len):
-        runner.forward_logits(step.sequences)
+        runner.warm_up(step)
     progress("compiling kernels", 1.0)
 
 

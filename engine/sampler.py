@@ -74,7 +74,7 @@ class FetchedTokens:
         self._arrived: torch.cuda.Event | None = None
         if sampled.token_ids.device.type == "cuda":
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(sampled.token_ids.device))
 
     def logprobs(self) -> list[list[float]]:
         """Of the rows that asked, after `wait`: see `engine.logprobs.read_logprobs`."""

@@ -39,6 +39,8 @@ Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Weight = Annotated[float, Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 
+DEFAULT_KV_CACHE_MEMORY = 1 << 30
+
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
@@ -63,7 +65,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""  # "": ipc:// in the data directory
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     block_size: Positive = 16  # token slots in a block
-    kv_cache_memory: Bytes = 1 << 30  # bytes of KV on CPU; TOML may say "1GiB"
+    kv_cache_memory: Bytes = DEFAULT_KV_CACHE_MEMORY  # bytes of KV on CPU, see `gpu_kv_limit`; TOML may say "1GiB"
     kv_cache_dtype: Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"] = "auto"  # auto: the model's own
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the device, for weights + activations + KV
     enforce_eager: bool = False  # on a GPU: decode without captured graphs
@@ -81,6 +83,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     ghost_entries: NotNegative = 65536  # evicted keys that are remembered
     threads: NotNegative = 0  # torch's; 0: the machine's cores
     tensor_parallel_size: Positive = 1  # processes, each with a device and a share of every layer
+
+    @property
+    def gpu_kv_limit(self) -> int | None:
+        """Bytes of KV on a GPU (on each, of several); None: as many as `gpu_memory_utilization` leaves.
+
+        The default is meant for a CPU. Processes hand each other all settings: that one was written out is not known.
+        """
+        return None if self.kv_cache_memory == DEFAULT_KV_CACHE_MEMORY else self.kv_cache_memory
 
 
 class TierSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
     copy_slots, copy_blocks      cache ─► cache
     gather_blocks                cache ─► staging [n, *block]     one piece, ready for one transfer to the host
     scatter_blocks               staging ─► cache
-    rerotate_blocks              cache ─► cache, keys turned to other positions
+    rerotate_blocks              cache ─► cache, keys turned to other positions (nothing in the engine asks for it yet)
 
 Copies are done as if one after the other. The device does those of one launch in any order, so a copy that reads or
 writes what an earlier one of the launch wrote, or writes what it reads, begins a new launch.

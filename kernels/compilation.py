@@ -26,7 +26,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kernels.block_copier import BlockCopier, BlockMove
-from kernels.heuristics import DeviceModel, TileTable
+from kernels.heuristics import DeviceModel, TileTable, scan_size
 from kernels.metadata import AttentionMetadata
 from kernels.rerotation import RotationTable
 from kernels.tile_table import TILES
@@ -73,13 +73,30 @@ class Specialisation:
     kv_dtype: torch.dtype = torch.bfloat16
     block_size: int = 16
     group: int = 4
-    every_option: bool = False  # window, soft cap and sinks
+    every_option: bool = False  # those of window, soft cap and sinks that the kernel has then
+    prefix: bool = False  # of decode and reduce: beside a shared pass
+    num_seqs: int = 3  # in the step; what is compiled depends on `scan_size` of it
 
     @property
     def case(self) -> str:
-        kv = f"{_short(self.kv_dtype)} KV, " if self.kv_dtype != self.dtype else ""
-        options = ", window, cap, sinks" if self.every_option else ""
-        return f"{_short(self.dtype)}, {kv}head {self.head_dim}, block {self.block_size}{options}"
+        parts = [_short(self.dtype)]
+        if self.kv_dtype != self.dtype:
+            parts.append(f"{_short(self.kv_dtype)} KV")
+        parts += [f"head {self.head_dim}", f"block {self.block_size}"]
+        if self.group != 4:
+            parts.append(f"group {self.group}")
+        if self.prefix:
+            parts.append("prefix")
+        if scan_size(self.num_seqs) > scan_size(1):
+            parts.append(f"{self.num_seqs} sequences")
+        return ", ".join(parts + (self.options if self.every_option else []))
+
+    @property
+    def options(self) -> list[str]:
+        """Layers with a window do not share a prefix; the shared pass leaves sinks, and `reduce` finds caps applied."""
+        has_window = self.kernel != "shared_prefix" and not self.prefix
+        has = {"window": has_window, "cap": self.kernel != "reduce", "sinks": self.kernel != "shared_prefix"}
+        return [name for name, is_there in has.items() if is_there]
 
     @property
     def key(self) -> str:
@@ -112,7 +129,8 @@ class Compiled:
     tensor_memory: int  # columns a program
     programs_per_sm: int
     wide_loads: int  # global loads of 16 bytes, straight or into shared memory
-    narrow_loads: int  # global loads of less: indices, lengths, scales
+    half_loads: int  # of 8 bytes
+    narrow_loads: int  # of less: indices, lengths, scales
     buffers: int  # tiles of keys that shared memory holds: with 2 or more, loads go on while a tile is computed
     matrix: str  # the matrix instruction, if any
     matrix_count: int
@@ -131,9 +149,7 @@ def compile_specialisation(specialisation: Specialisation, tiles: TileTable = TI
     function: Any = launch.function
     target = GPUTarget("cuda", specialisation.architecture, 32)
     backend = make_backend(target)
-    # As `JITFunction.run` does, up to the point where it needs a device.
-    bind = create_function_from_signature(function.signature, function.params, backend)
-    bound, kinds, options = bind(*launch.args, **launch.kwargs)
+    bound, kinds, options = _bind(launch, backend)
     parsed, signature, constants, attributes = function._pack_args(backend, dict(options), bound, kinds, options)
     source = ASTSource(function, signature, constants, attributes)
     kernel = triton.compile(source, target=target, options=parsed.__dict__)
@@ -155,11 +171,26 @@ def compile_specialisation(specialisation: Specialisation, tiles: TileTable = TI
         tensor_memory=tensor_memory,
         programs_per_sm=programs_per_sm(architecture, registers, num_warps, shared, tensor_memory),
         wide_loads=counts["wide"],
+        half_loads=counts["half"],
         narrow_loads=counts["narrow"],
         buffers=buffers,
         matrix=matrix,
         matrix_count=counts[matrix],
     )
+
+
+def _bind(launch: Launch, backend: object) -> Any:
+    """As `JITFunction.run` does, up to the point where it needs a device: (arguments, what of them is part of the
+    compiled code, launch options)."""
+    function: Any = launch.function
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    return bind(*launch.args, **launch.kwargs)
+
+
+def variant(launch: Launch, architecture: int) -> str:
+    """Which compiled code a launch runs: what is equal for two launches is compiled once."""
+    _, kinds, options = _bind(launch, make_backend(GPUTarget("cuda", architecture, 32)))
+    return f"{launch.function.__name__} {kinds} {options}"
 
 
 def programs_per_sm(
@@ -226,16 +257,23 @@ def recording() -> Iterator[list[Launch]]:
 
 def _attend(specialisation: Specialisation, tiles: TileTable) -> None:
     device = ARCHITECTURES[specialisation.architecture].device
-    # Two sequences on one prefix, one new token each; or several; or a prompt.
-    new = {"prefill": 512, "decode_wide": MAX_DECODE_QUERY}.get(specialisation.kernel, 1)
-    blocks = list(range((8192 + new) // specialisation.block_size + 1))
+    shares = specialisation.kernel == "shared_prefix" or specialisation.prefix
+    # Of one, a prompt, or a chunk's end; the others on one prefix, one new token each.
+    most = {"prefill": 512, "decode_wide": MAX_DECODE_QUERY}.get(specialisation.kernel, 1)
+    new = [1] * (specialisation.num_seqs - 1) + [most]
+    # Tables as wide as the engine's, a multiple of 16 blocks: that is part of what is compiled.
+    length = 8192 if specialisation.num_seqs <= 32 else 16 * specialisation.block_size
+    blocks = list(range(length // specialisation.block_size))
     metadata = AttentionMetadata.build(
-        [blocks, blocks], [8192, 8192], [new, new], specialisation.block_size, torch.device("meta")
+        [blocks] * len(new),
+        [length - count for count in new],
+        new,
+        specialisation.block_size,
+        torch.device("meta"),
     )
     num_heads = NUM_KV_HEADS * specialisation.group
-    query = torch.empty(2 * new, num_heads, specialisation.head_dim, dtype=specialisation.dtype, device="meta")
-    shares = specialisation.kernel == "shared_prefix" or specialisation.kernel == "reduce"
-    options = specialisation.every_option
+    query = torch.empty(sum(new), num_heads, specialisation.head_dim, dtype=specialisation.dtype, device="meta")
+    options = specialisation.options if specialisation.every_option else []
     TritonAttention(
         device,
         kv_scales=_scales(specialisation),
@@ -248,10 +286,10 @@ def _attend(specialisation: Specialisation, tiles: TileTable) -> None:
         1,
         metadata,
         scale=0.1,
-        # The shared pass is for layers without a window.
-        sliding_window=1024 if options and not shares else None,
-        soft_cap=30.0 if options else None,
-        sinks=torch.empty(num_heads, dtype=specialisation.dtype, device="meta") if options else None,
+        sliding_window=1024 if "window" in options else None,
+        # A layer's own: `reduce` and the shared pass are the same with and without what they leave to the others.
+        soft_cap=30.0 if "cap" in options else None,
+        sinks=torch.empty(num_heads, dtype=specialisation.dtype, device="meta") if "sinks" in options else None,
     )
 
 
@@ -312,7 +350,7 @@ def _instructions(cubin: bytes) -> Counter[str]:
         parts = found[1].split(".")
         counts[parts[0]] += 1
         if parts[0] in ("LDG", "LDGSTS"):
-            counts["wide" if "128" in parts else "narrow"] += 1
+            counts["wide" if "128" in parts else "half" if "64" in parts else "narrow"] += 1
     return counts
 
 

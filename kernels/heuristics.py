@@ -43,6 +43,7 @@ class DeviceModel:
 
     num_sms: int
     capability: tuple[int, int]
+    cut_for: int = 0  # programs a multiprocessor; 0: the table's. `bench.tune` tries others
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceModel:
@@ -57,11 +58,12 @@ class DeviceModel:
     @property
     def programs_per_sm(self) -> int:
         """Programs that a decoding batch's keys are cut for: more than run at a time, so that uneven ends fill up."""
-        return PROGRAMS_PER_SM[self.architecture]
+        return self.cut_for or PROGRAMS_PER_SM[self.architecture]
 
     @property
     def min_shared_saving(self) -> int:
-        """Keys · (sequences - 1) that a shared pass has to save to pay for its launch and its merge."""
+        """Bytes of a layer's keys and values, times (sequences - 1), that a shared pass must not read again to pay for
+        its launch and its merge. It is bytes that take time: with few KV heads or in 8 bits, more keys are needed."""
         return MIN_SHARED_SAVING[self.architecture]
 
     @property

@@ -3,8 +3,11 @@
     row of the table      one position delta
     angles                delta · inv_freq of each layer, in float64; only their cosines and sines are rounded to fp32
 
-RoPE in the half-split layout (pairs i, i + rotary_dim / 2), as every family the engine runs has it. A scaling of RoPE
-is part of inv_freq; one that multiplies cosines (an attention factor) is in the stored keys already and stays there.
+RoPE in the half-split layout (pairs i, i + rotary_dim / 2) only: keys whose pairs are neighbours (i, i + 1), as some
+models have them, come out wrong. A scaling of RoPE is part of inv_freq; one that multiplies cosines (an attention
+factor) is in the stored keys already and stays there.
+
+Nothing in the engine uses this yet: a cached block is read at the positions that it was written for.
 """
 
 from __future__ import annotations

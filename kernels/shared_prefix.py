@@ -31,6 +31,7 @@ class PrefixGroup:
 
     @property
     def saving(self) -> int:
+        """Keys."""
         return (len(self.members) - 1) * self.num_keys
 
 

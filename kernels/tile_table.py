@@ -10,7 +10,7 @@ from __future__ import annotations
 
 MEASURED: frozenset[int] = frozenset([])
 PROGRAMS_PER_SM: dict[int, int] = {80: 8, 90: 8, 100: 8}
-MIN_SHARED_SAVING: dict[int, int] = {80: 8192, 90: 8192, 100: 8192}
+MIN_SHARED_SAVING: dict[int, int] = {80: 33554432, 90: 33554432, 100: 33554432}
 TILES: dict[tuple[int, str, int, int], tuple[int, int, int, int]] = {
     (80, "decode", 64, 1): (16, 64, 4, 3),
     (80, "decode", 64, 2): (16, 64, 4, 3),
@@ -33,7 +33,7 @@ TILES: dict[tuple[int, str, int, int], tuple[int, int, int, int]] = {
     (80, "prefill", 64, 1): (128, 128, 8, 3),
     (80, "prefill", 64, 2): (128, 128, 8, 3),
     (80, "prefill", 64, 4): (64, 32, 8, 3),
-    (80, "prefill", 128, 1): (128, 32, 8, 3),
+    (80, "prefill", 128, 1): (64, 32, 4, 3),
     (80, "prefill", 128, 2): (64, 32, 4, 3),
     (80, "prefill", 128, 4): (32, 16, 8, 3),
     (80, "prefill", 256, 1): (64, 32, 8, 3),

@@ -70,6 +70,7 @@ class _Stage:
     room: PrefixRoom
     members_per_tile: int
     target_items: int
+    key_bytes: int
     prefixes: PrefixPlan
 
 
@@ -100,6 +101,11 @@ class _Call:
         return self.query.shape[2]
 
     @property
+    def key_bytes(self) -> int:
+        """Of one key and its value, in all KV heads of a layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.kv_cache.element_size()
+
+    @property
     def block_d(self) -> int:
         return max(16, triton.next_power_of_2(self.head_dim))
 
@@ -117,7 +123,7 @@ class TritonAttention:
         kv_scales: torch.Tensor | None = None,  # fp32 [num_layers, 2, num_kv_heads], for a cache of 8-bit elements
         shares_prefixes: bool = True,
         captured: bool = False,
-        min_shared_saving: int | None = None,  # the table's
+        min_shared_saving: int | None = None,  # bytes; None: the table's
         tiles: TileTable = TILES,
     ) -> None:
         self._device = device
@@ -139,20 +145,28 @@ class TritonAttention:
         """Put what a step's sequences share where the captured step reads it. False, and nothing is done, where they
         share nothing that pays: such a step is for a capture that does not share."""
         stage = self._stage
-        groups = self._groups(plan.block_tables, plan.seq_lens, plan.query_lens, block_size) if stage else []
-        if stage is None or not groups:
+        if stage is None:
+            return False
+        groups = self._groups(plan.block_tables, plan.seq_lens, plan.query_lens, block_size, stage.key_bytes)
+        if not groups:
             return False
         lists = plan_prefixes(groups, len(plan.seq_lens), stage.members_per_tile, stage.target_items)
         stage.prefixes.buffer.copy_(upload(lists.pack(stage.room), stage.prefixes.buffer.device))
         return True
 
     def _groups(
-        self, block_tables: list[array[int]], seq_lens: list[int], query_lens: list[int], block_size: int
+        self,
+        block_tables: list[array[int]],
+        seq_lens: list[int],
+        query_lens: list[int],
+        block_size: int,
+        key_bytes: int,
     ) -> list[PrefixGroup]:
         decoding = [seq for seq, length in enumerate(query_lens) if length == 1]
         if len(decoding) < 2 or not self._shares_prefixes:
             return []
-        return find_groups(block_tables, seq_lens, decoding, block_size, self._min_shared_saving)
+        min_keys = max(1, -(-self._min_shared_saving // key_bytes))
+        return find_groups(block_tables, seq_lens, decoding, block_size, min_keys)
 
     def store_kv(
         self,
@@ -180,10 +194,8 @@ class TritonAttention:
             layer,
             num_tokens,
             kv_cache.shape[0] * kv_cache.shape[3],
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
+            *_strides(key),
+            *_strides(value),
             QUANTIZED=self._kv_scales is not None,
             INTEGER=kv_cache.dtype == torch.int8,
             NUM_LAYERS=kv_cache.shape[1],
@@ -250,22 +262,26 @@ class TritonAttention:
         num_seqs, members_per_tile = len(metadata.host_seq_lens), tile.block_m // call.group
         target = target_items(self._device, call.num_kv_heads, 1)
         if self._captured:
-            return self._stage_for(num_seqs, members_per_tile, target, call.query.device).prefixes
+            return self._stage_for(num_seqs, members_per_tile, target, call).prefixes
         groups = self._groups(
-            metadata.host_block_tables, metadata.host_seq_lens, metadata.host_query_lens, metadata.block_size
+            metadata.host_block_tables,
+            metadata.host_seq_lens,
+            metadata.host_query_lens,
+            metadata.block_size,
+            call.key_bytes,
         )
         if not groups:
             return None
         lists = plan_prefixes(groups, num_seqs, members_per_tile, target)
         return PrefixPlan.of(upload(lists.pack(lists.room), call.query.device), lists.room)
 
-    def _stage_for(self, num_seqs: int, members_per_tile: int, target: int, device: torch.device) -> _Stage:
+    def _stage_for(self, num_seqs: int, members_per_tile: int, target: int, call: _Call) -> _Stage:
         """Made by the first run, which is not part of the capture: its memory stays where it is."""
         if self._stage is None:
             room = PrefixRoom.for_any(num_seqs, members_per_tile, target)
             with torch.inference_mode(False):
-                buffer = torch.zeros(sum(room.sizes), dtype=torch.int32, device=device)
-            self._stage = _Stage(room, members_per_tile, target, PrefixPlan.of(buffer, room))
+                buffer = torch.zeros(sum(room.sizes), dtype=torch.int32, device=call.query.device)
+            self._stage = _Stage(room, members_per_tile, target, call.key_bytes, PrefixPlan.of(buffer, room))
         assert self._stage.room.num_seqs == num_seqs, "one instance for each captured step"
         return self._stage
 
@@ -296,8 +312,7 @@ class TritonAttention:
             num_seqs,
             MAX_DECODE_QUERY + 1,
             metadata.block_table.stride(0),
-            call.query.stride(0),
-            call.query.stride(1),
+            *_strides(call.query),
             call.scale,
             call.soft_cap or 0.0,
             call.sliding_window or 0,
@@ -337,8 +352,7 @@ class TritonAttention:
             target,
             max_query,
             metadata.block_table.stride(0),
-            call.query.stride(0),
-            call.query.stride(1),
+            *_strides(call.query),
             call.scale,
             call.soft_cap or 0.0,
             call.sliding_window or 0,
@@ -389,8 +403,7 @@ class TritonAttention:
             self._kv_scales,
             call.layer,
             call.metadata.block_table.stride(0),
-            call.query.stride(0),
-            call.query.stride(1),
+            *_strides(call.query),
             call.scale,
             call.soft_cap or 0.0,
             **self._constants(call, tile),
@@ -436,3 +449,13 @@ def product_precision(dtype: torch.dtype, block_d: int) -> str:
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose last axis is contiguous; the others may have any strides."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _strides(rows: torch.Tensor) -> tuple[int, int]:
+    """Of tokens and of heads. That of a single one is never used, and torch leaves any number there: Triton would
+    compile the kernel anew for one that is no multiple of 16."""
+    num_tokens, num_heads, head_dim = rows.shape
+    return (
+        rows.stride(0) if num_tokens > 1 else num_heads * head_dim,
+        rows.stride(1) if num_heads > 1 else head_dim,
+    )

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from engine.batch import BlockFetch, BlockOffload, SchedulerOutput, TransferReport
-from engine.block_transfer import CopyEvent, CpuBlockTransfer, StreamBlockTransfer, host_tensor
+from engine.block_transfer import (
+    CopyEvent,
+    CpuBlockTransfer,
+    StreamBlockTransfer,
+    allocate_pinned_memory,
+    host_tensor,
+)
+from engine.errors import ConfigError
 from tests.engine.fake_runner import FakeRunner, expected_output
 from tests.engine.harness import VOCAB, Harness
 from tests.engine.tiers.tiered_harness import host_only
@@ -197,3 +204,46 @@ def test_on_a_cpu_blocks_move_whole_and_neighbours_stay(dtype: torch.dtype) -> N
     report = transfer.report()
     assert (report.num_done, report.fetched_bytes) == (2, 3 * kv_cache[0].nbytes)
     assert transfer.report().fetched_bytes == 0
+
+
+class FakeDriver:
+    """What of CUDA's runtime pins memory."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.pinned: dict[int, int] = {}
+        self._status = status
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        assert address not in self.pinned
+        assert flags == 1
+        if not self._status:
+            self.pinned[address] = size
+        return self._status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+@pytest.mark.parametrize("size", [5 << 20, 4096 * 3 + 17])
+def test_a_slab_pins_no_more_than_its_size_and_only_while_it_lives(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator rounds up to a power of two: a host tier of 5 GiB would take 8."""
+    driver = FakeDriver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    buffer = allocate_pinned_memory(size)
+    slots = torch.frombuffer(buffer, dtype=torch.uint8)
+    assert driver.pinned == {slots.data_ptr(): size}
+    assert len(buffer) == size
+    buffer[size - 1] = 7
+    del buffer
+    assert slots[size - 1] == 7
+    assert driver.pinned
+    del slots
+    assert not driver.pinned
+
+
+def test_memory_that_the_driver_does_not_pin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(status=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    with pytest.raises(ConfigError, match=r"tiers\.host_memory = 8192 bytes \(CUDA error 2\)"):
+        allocate_pinned_memory(8192)

@@ -37,6 +37,17 @@ def test_gpu_blocks_are_what_the_largest_batch_leaves() -> None:
     assert num_blocks_on_gpu(LAYOUT, EngineSettings(gpu_memory_utilization=0.9), memory) == 450_000 // BLOCK_BYTES
 
 
+def test_a_limit_that_was_set_holds_on_a_gpu_too() -> None:
+    """It was ignored there; the default, which is meant for a CPU, is no limit."""
+    memory = DeviceMemory(total=100 << 30, used_by_others=0, peak=10 << 30)
+    left = 80 << 30
+    assert num_blocks_on_gpu(LAYOUT, EngineSettings(), memory) == left // BLOCK_BYTES
+    assert num_blocks_on_gpu(LAYOUT, EngineSettings(kv_cache_memory=20 * BLOCK_BYTES), memory) == 20
+    assert num_blocks_on_gpu(LAYOUT, EngineSettings(kv_cache_memory=90 << 30), memory) == left // BLOCK_BYTES
+    with pytest.raises(ConfigError, match=r"engine\.kv_cache_memory = 7 holds 0 KV blocks"):
+        num_blocks_on_gpu(LAYOUT, EngineSettings(kv_cache_memory=7), memory)
+
+
 def test_too_little_memory_names_the_setting() -> None:
     with pytest.raises(ConfigError, match=rf"engine\.kv_cache_memory = .* set it to {MIN_BLOCKS * BLOCK_BYTES}") as cpu:
         num_blocks_on_cpu(LAYOUT, EngineSettings(kv_cache_memory=MIN_BLOCKS * BLOCK_BYTES - 1))

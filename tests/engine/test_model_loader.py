@@ -401,6 +401,13 @@ class _Convolution(torch.nn.Module):
         return self.inner(hidden + 0.5 * hidden.roll(1, dims=1))
 
 
+def test_a_loaded_model_knows_what_rounding_leaves_of_a_logit(llama: Path) -> None:
+    """In the logits' own unit: of their size, as the proof has it, a near tie could not be told from a wrong answer."""
+    loaded = load(llama)
+    size = own_logits(loaded.model).square().mean().sqrt().item()
+    assert loaded.logit_tolerance == pytest.approx(1e-3 * size, rel=1e-3)
+
+
 def test_proof_refuses_tokens_that_meet_outside_attention(llama: Path) -> None:
     """A state that no configuration field tells of: packed sequences would leak into each other."""
     model = load(llama).model

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
-from kernels import reference
+from kernels import reference, triton_attention
 from kernels.block_copier import BlockCopier, BlockMove
 from kernels.heuristics import DeviceModel, select_tile
 from kernels.metadata import AttentionMetadata, StepPlan
@@ -28,6 +29,11 @@ class Copy:
     src: int
     dst: int
     num_slots: int
+
+
+def key_bytes(kv_cache: torch.Tensor) -> int:
+    """Of a key and its value, in all heads of a layer."""
+    return kv_cache[0, 0, :, 0].nbytes
 
 
 def check_attention(shape: Shape, device: DeviceModel = SMALL_DEVICE) -> None:
@@ -136,19 +142,22 @@ def check_padded_rows(dtype: torch.dtype) -> None:
     torch.testing.assert_close(output, expected_rows, rtol=0.0, atol=2.0**-9 * 777)
 
 
-def check_quantized(dtype: torch.dtype, lengths: Sequence[tuple[int, int]]) -> None:
+def check_quantized(dtype: torch.dtype, shape: Shape, device: DeviceModel = SMALL_DEVICE) -> None:
     """8-bit keys and values with a scale a layer, K or V, and head; the reference reads them widened."""
-    shape = Shape(lengths=lengths, head_dim=32, block_size=8, dtype=torch.float16)
     case = build_case(shape)
-    generator = torch.Generator().manual_seed(1)
-    scales = torch.rand(case.kv_cache.shape[1], 2, shape.num_kv_heads, generator=generator) * 0.02 + 0.01
-    wide = scales[None, :, :, None, :, None]
-    narrow = (case.kv_cache.float() / wide).nan_to_num(nan=100.0).to(dtype)
-    kernels = TritonAttention(SMALL_DEVICE, kv_scales=scales)
-    case.kv_cache = narrow
-    output = case.run(kernels.paged_attention)
-    case.kv_cache = narrow.float() * wide
+    scales, wide = quantize_case(case, dtype)
+    output = case.run(TritonAttention(device, kv_scales=scales).paged_attention)
+    case.kv_cache = wide
     assert_close(case, output, tolerance=2.0**-8)
+
+
+def quantize_case(case: PagedCase, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its cache in 8 bits; the scales, and what the elements stand for. NaN, which int8 has none of, becomes large."""
+    generator = torch.Generator().manual_seed(1)
+    scales = torch.rand(case.kv_cache.shape[1], 2, case.kv_cache.shape[4], generator=generator) * 0.02 + 0.01
+    wide = scales[None, :, :, None, :, None]
+    case.kv_cache = (case.kv_cache.float() / wide).nan_to_num(nan=100.0).clamp(-120, 120).to(dtype)
+    return scales, case.kv_cache.float() * wide
 
 
 def check_quantized_store(dtype: torch.dtype) -> None:
@@ -203,6 +212,7 @@ class PrefixShape:
     soft_cap: float | None = None
     sinks: bool = False
     sliding_window: int | None = None
+    kv_dtype: torch.dtype | None = None  # of 8 bits, with scales
 
 
 def check_shared_prefix(shape: PrefixShape, shared: bool) -> None:
@@ -228,11 +238,15 @@ def check_shared_prefix(shape: PrefixShape, shared: bool) -> None:
     query = torch.randn(sum(shape.new), num_heads, head_dim, generator=generator).to(shape.dtype)
     sinks = torch.randn(num_heads, generator=generator).to(shape.dtype) if shape.sinks else None
     arguments = {"scale": 0.25, "sliding_window": shape.sliding_window, "soft_cap": shape.soft_cap, "sinks": sinks}
+    scales = None
+    if shape.kv_dtype is not None:
+        kv_cache = (kv_cache.float() * 30).round().nan_to_num(nan=127.0).clamp(-127, 127).to(shape.kv_dtype)
+        scales = torch.rand(2, 2, num_kv_heads, generator=generator) * 0.02 + 0.02
 
-    kernels = TritonAttention(SMALL_DEVICE, min_shared_saving=256)
+    kernels = TritonAttention(SMALL_DEVICE, kv_scales=scales, min_shared_saving=256 * key_bytes(kv_cache))
     output = kernels.paged_attention(query, kv_cache, 1, metadata, **arguments)
     assert kernels.shares_now == shared
-    expected = reference.paged_attention(query, kv_cache, 1, metadata, **arguments)
+    expected = reference.paged_attention(query, kv_cache, 1, metadata, **arguments, kv_scales=scales)
     tolerance = {torch.float32: 1e-5, torch.float16: 2.0**-7}[shape.dtype]
     torch.testing.assert_close(output, expected, rtol=0.0, atol=tolerance, equal_nan=False)
 
@@ -275,7 +289,7 @@ def check_captured_prefixes(
         block_size=block_size,
     )
     arguments = {"scale": 0.25, "sliding_window": None, "soft_cap": 8.0, "sinks": None}
-    kernels = TritonAttention(device, kv_scales=scales, captured=True, min_shared_saving=256)
+    kernels = TritonAttention(device, kv_scales=scales, captured=True, min_shared_saving=256 * key_bytes(kv_cache))
     kernels.paged_attention(query, kv_cache, 1, inputs, **arguments)
     per_tile = select_tile(device, "shared_prefix", head_dim, kv_cache.dtype).block_m // group
     for replay in replays:
@@ -307,6 +321,39 @@ def check_captured_prefixes(
         output = kernels.paged_attention(query, kv_cache, 1, inputs, **arguments)
         expected = reference.paged_attention(query[:num_seqs], kv_cache, 1, metadata, **arguments, kv_scales=scales)
         torch.testing.assert_close(output[:num_seqs], expected, rtol=0.0, atol=2.0**-7, equal_nan=False)
+
+
+def fewest_members_that_share(num_kv_heads: int, head_dim: int, dtype: torch.dtype, captured: bool) -> int:
+    """Of 256 keys, so that they are read once and 1 MiB is saved."""
+    kv_cache = torch.empty(40, 1, 2, 16, num_kv_heads, head_dim, dtype=dtype, device="meta")
+    scales = torch.empty(1, 2, num_kv_heads, device="meta") if dtype == torch.int8 else None
+    for members in range(2, 80):
+        tables = [[*range(16), 20]] * members
+        metadata = AttentionMetadata.build(tables, [256] * members, [1] * members, 16, "meta")
+        query = torch.empty(members, num_kv_heads, head_dim, dtype=torch.float16, device="meta")
+        kernels = TritonAttention(SMALL_DEVICE, kv_scales=scales, captured=captured, min_shared_saving=1 << 20)
+        with not_run():
+            kernels.paged_attention(
+                query, kv_cache, 0, metadata, scale=1.0, sliding_window=None, soft_cap=None, sinks=None
+            )
+        plan = StepPlan.of(tables, [256] * members, [1] * members, 16)
+        if kernels.stage_prefixes(plan, 16) if captured else kernels.shares_now:
+            return members
+    raise AssertionError("they never share")
+
+
+@contextmanager
+def not_run() -> Iterator[None]:
+    """Kernels are not launched: only what the host decides matters."""
+
+    def nothing(*args: object, **options: object) -> None:
+        pass
+
+    original, triton_attention.launch = triton_attention.launch, nothing
+    try:
+        yield
+    finally:
+        triton_attention.launch = original
 
 
 def check_only_a_captured_step_is_staged() -> None:

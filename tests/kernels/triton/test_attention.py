@@ -92,9 +92,10 @@ def test_more_sequences_than_one_scan_holds(interpreter: Worker) -> None:
     interpreter(interpreted.check_attention, Shape(lengths=lengths, num_kv_heads=1, group=1))
 
 
-def test_keys_before_the_window_are_not_read(interpreter: Worker) -> None:
-    """A block that fell out of the window is another sequence's by now."""
-    shape = Shape(lengths=((90, 1), (70, 12), (33, 3)), sliding_window=20, block_size=4)
+@pytest.mark.parametrize("block_size", [4, 16, 64])
+def test_keys_before_the_window_are_not_read(block_size: int, interpreter: Worker) -> None:
+    """A block that fell out of the window is another sequence's by now; of one that is half in it, the other half."""
+    shape = Shape(lengths=((150, 1), (70, 12), (203, 3)), sliding_window=20, block_size=block_size)
     interpreter(interpreted.check_keys_before_the_window_are_not_read, shape)
 
 
@@ -121,7 +122,54 @@ def test_padded_rows_read_and_write_nothing(dtype: torch.dtype, interpreter: Wor
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_8_bit_keys_and_values(dtype: torch.dtype, interpreter: Worker) -> None:
-    interpreter(interpreted.check_quantized, dtype, ((20, 1), (9, 14), (300, 1)))
+    shape = Shape(lengths=((20, 1), (9, 14), (300, 1)), head_dim=32, block_size=8, dtype=torch.float16)
+    interpreter(interpreted.check_quantized, dtype, shape)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_8_bit_keys_with_every_option(head_dim: int, interpreter: Worker) -> None:
+    """Scales apply before the cap and beside the sinks; a head of 80 leaves columns of the tile empty."""
+    shape = Shape(
+        lengths=((20, 1), (9, 14), (600, 8), (0, 3)),
+        head_dim=head_dim,
+        block_size=16,
+        num_kv_heads=1,
+        sliding_window=400,
+        soft_cap=5.0,
+        sinks=True,
+        score_size=4.0,
+        dtype=torch.float16,
+    )
+    interpreter(interpreted.check_quantized, torch.int8, shape, interpreted.LARGE_DEVICE)
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.tuples(st.integers(200, 900), st.integers(1, 10)), min_size=1, max_size=2),
+    sliding_window=st.none() | st.integers(200, 700),
+    sinks=st.booleans(),
+    group=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+)
+def test_any_long_sequence_is_split_and_merged(
+    lengths: list[tuple[int, int]],
+    sliding_window: int | None,
+    sinks: bool,
+    group: int,
+    seed: int,
+    interpreter: Worker,
+) -> None:
+    """Long enough for two to four parts, wherever they begin and end."""
+    shape = Shape(
+        lengths=lengths,
+        block_size=16,
+        num_kv_heads=1,
+        group=group,
+        sliding_window=sliding_window,
+        sinks=sinks,
+        seed=seed,
+    )
+    interpreter(interpreted.check_attention, shape, interpreted.LARGE_DEVICE)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

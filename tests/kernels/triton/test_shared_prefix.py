@@ -129,9 +129,32 @@ def test_shared_and_own_parts_merge(dtype: torch.dtype, interpreter: Worker) -> 
     )
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_8_bit_prefixes_have_their_scales_in_both_passes(kv_dtype: torch.dtype, interpreter: Worker) -> None:
+    shape = PrefixShape(
+        owners=((256, 5), (512, 40), (256, 17), (0, 30)),
+        new=(1,) * 4,
+        dtype=torch.float16,
+        soft_cap=8.0,
+        sinks=True,
+        kv_dtype=kv_dtype,
+    )
+    interpreter(interpreted.check_shared_prefix, shape, shared=True)
+
+
 def test_more_members_than_a_tile_holds(interpreter: Worker) -> None:
     shape = PrefixShape(owners=((256, 3),) * 7, new=(1,) * 7, group=20, dtype=torch.float16)
     interpreter(interpreted.check_shared_prefix, shape, shared=True)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_pays_is_a_matter_of_bytes(captured: bool, interpreter: Worker) -> None:
+    """8,192 keys are 32 MiB of a layer of 8 heads of 128 in 16 bits. Of 2 heads of 64 in 8 bits they are 2 MiB, which a
+    device reads in less time than one more launch takes."""
+    for num_kv_heads, head_dim, dtype in ((8, 128, torch.float16), (2, 64, torch.float16), (2, 64, torch.int8)):
+        key_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
+        fewest = interpreter(interpreted.fewest_members_that_share, num_kv_heads, head_dim, dtype, captured)
+        assert fewest == 1 + -(-(1 << 20) // (256 * key_bytes))
 
 
 def test_a_layer_with_a_window_does_not_share(interpreter: Worker) -> None:
