@@ -120,13 +120,15 @@ class OverloadedError(ServiceError):
 
 
 class StoreUnavailableError(ServiceError):
-    """`asked`: the question went out and no answer came, so that it may have been carried out."""
+    """`asked`: the question went out and no answer came, so that it may have been carried out. `refused`: the store
+    answered, and will answer that again."""
 
     code = "store_unavailable"
 
-    def __init__(self, message: str, *, param: str | None = None, asked: bool = False) -> None:
+    def __init__(self, message: str, *, param: str | None = None, asked: bool = False, refused: bool = False) -> None:
         super().__init__(message, param=param)
         self.asked = asked
+        self.refused = refused
 
 
 class ShuttingDownError(ServiceError):

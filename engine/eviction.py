@@ -10,8 +10,8 @@ just loses its ticket, and its entries are dropped when they come up.
          shelf, and come back when the owner has grown above it): also the one that asks, or it would give its own
          oldest for its newest and never come up to its floor, while others have more than theirs
       3. only the shelves are left, everyone is at or below the floor: then the asker's own, then the lowest priority
-         after all. A floor protects from others that have more than theirs: their requests wait for each other's end
-         (`num_reserved_from`). One that holds the device alone waits for nobody, and takes what it needs.
+         after all. This is for requests that cannot wait: others find no room in the floors of others
+         (`num_reserved_from`) and wait for each other's end.
 
     What a queued request is going to need (`num_wanted`) is passed over in step 2 like a floor, and comes back when
     that request has been admitted or is gone.
@@ -63,14 +63,26 @@ class Leaf(Protocol):
 class Owner:
     """Somebody whose blocks are counted: a tenant, a cache group, or the public."""
 
-    __slots__ = ("floor", "heap", "name", "num_blocks", "num_leaves", "protected", "quota", "shelf", "weight")
+    __slots__ = (
+        "floor",
+        "heap",
+        "name",
+        "num_blocks",
+        "num_held",
+        "num_leaves",
+        "protected",
+        "quota",
+        "shelf",
+        "weight",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_blocks = 0  # in the index
+        self.num_held = 0  # of these, by requests
         self.num_leaves = 0  # evictable ones
         self.floor = 0  # blocks that others may not take while they have more than theirs
-        self.protected = 0  # blocks that it has of its floor
+        self.protected = 0  # blocks of its floor that nobody holds
         self.quota = _NO_QUOTA  # blocks above which its own go first
         self.weight = 1.0  # of a use of its blocks, under gdsf
         self.heap: list[_Entry] = []
@@ -147,8 +159,13 @@ class EvictionOrder:
         owner.num_blocks += blocks
         self._after_change(owner)
 
+    def hold(self, owner: Owner, blocks: int) -> None:
+        """So many of the owner's blocks more (or fewer) are held by requests."""
+        owner.num_held += blocks
+        self._after_change(owner)
+
     def _after_change(self, owner: Owner) -> None:
-        protected = min(owner.floor, owner.num_blocks)
+        protected = max(0, min(owner.floor, owner.num_blocks) - owner.num_held)
         self._num_protected += protected - owner.protected
         owner.protected = protected
         if owner.excess > 0:
@@ -219,15 +236,9 @@ class EvictionOrder:
         return self._by_priority(pressed_by) or self._from_the_shelves()
 
     def num_reserved_from(self, name: str) -> int:
-        """Blocks of others that an owner may not have, even if nobody holds them: of their floors.
-
-        One that is below its own may have as many of them as it lacks: floors that the device cannot hold together are
-        for all in part.
-        """
+        """Blocks that nobody holds and an owner may not have all the same: of the floors of others."""
         owner = self.owners.get(name)
-        if owner is None:
-            return self._num_protected
-        return max(0, self._num_protected - owner.protected - (owner.floor - owner.protected))
+        return self._num_protected - (owner.protected if owner is not None else 0)
 
     def over_quota(self) -> list[str]:
         """Owners that have more than their quota: what is in use cannot go."""

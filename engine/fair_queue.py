@@ -58,7 +58,7 @@ class FairQueue:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_waiting = 0
-        self.recent = RecentUse(clock)
+        self.recent = RecentUse(clock, self._is_here)
         self._shares: dict[str, TenantShare] = {}
         self._virtual_time = 0.0
 
@@ -113,6 +113,10 @@ class FairQueue:
     def counter(self, request: Request) -> float:
         """What the request's tenant has had."""
         return self._shares[request.tenant_id].counter
+
+    def _is_here(self, tenant_id: str) -> bool:
+        share = self._shares.get(tenant_id)
+        return share is not None and share.active
 
     def is_only_one(self, request: Request) -> bool:
         """Whether its tenant has no other request here."""

@@ -441,6 +441,8 @@ class PrefixIndex:
             at.lock_count -= 1
             if at.lock_count < 0:
                 raise InvariantError("I3: a prefix was unlocked more often than it was locked")
+            if not at.lock_count:
+                self.order.hold(at.owner, -at.num_blocks)
             if not at.lock_count and at.doomed:
                 self._doomed.append(at)
             elif not at.lock_count:
@@ -479,6 +481,8 @@ class PrefixIndex:
 
     def _hold(self, node: Node) -> None:
         self.order.discard(node)
+        if not node.lock_count:
+            self.order.hold(node.owner, node.num_blocks)
         node.lock_count += 1
         node.hits += 1
         node.last_use = time.time()
@@ -562,6 +566,7 @@ class PrefixIndex:
         alike = not self.order.counts_uses or at.uses == former_uses + 1
         if at.lock_count == 1 and not at.children and at.scope == scope and alike:
             self.order.count(at.owner, count)  # of tenants that share a scope, who began a run pays for it
+            self.order.hold(at.owner, count)
             at.tokens += tokens
             at.keys += b"".join(keys)
             at.block_ids += block_ids
@@ -569,6 +574,7 @@ class PrefixIndex:
             return at
         owner = self.order.owner(sequence.owner(scope))
         self.order.count(owner, count)
+        self.order.hold(owner, count)
         child = Node(at, scope, owner, tokens, b"".join(keys), block_ids)
         child.lock_count, child.doomed, child.former_uses = 1, at.doomed, former_uses
         self._note_documents(child, documents)
@@ -803,10 +809,12 @@ class PrefixIndex:
         seen: set[int] = set()
         evictable = set(map(_as_node, self.order.candidates()))
         owned: Counter[str] = Counter()
+        held: Counter[str] = Counter()
         num_nodes = 0
         for node in self.nodes():
             num_nodes += 1
             owned[node.owner.name] += node.num_blocks
+            held[node.owner.name] += node.num_blocks if node.lock_count else 0
             self._check_node(node, ref_count, evictable)
             if not seen.isdisjoint(node.block_ids):
                 raise InvariantError("I1: a block stands in the index twice")
@@ -819,6 +827,8 @@ class PrefixIndex:
             raise InvariantError("I4: the eviction order holds a node that is not in the tree")
         if owned != Counter({name: owner.num_blocks for name, owner in self.order.owners.items()}):
             raise InvariantError("I9: what the owners are charged for is not what they have in the tree")
+        if held != Counter({name: owner.num_held for name, owner in self.order.owners.items()}):
+            raise InvariantError("I3: what requests hold of an owner's blocks is not what is locked in the tree")
 
     def _check_node(self, node: Node, ref_count: Callable[[int], int], evictable: set[Node]) -> None:
         parent = _parent(node)

@@ -21,8 +21,10 @@ _MAX_EXPONENT = 500.0  # of two, before the numbers are written down anew
 
 
 class RecentUse:
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], is_here: Callable[[str], bool] = lambda tenant_id: False) -> None:
+        """`is_here`: whether a tenant has requests now, however long they have been waiting."""
         self._clock = clock
+        self._is_here = is_here
         self._epoch = clock()
         self._used: dict[str, float] = {}
         self._seen: OrderedDict[str, float] = OrderedDict()  # when last, the longest ago first
@@ -34,7 +36,7 @@ class RecentUse:
         """A request of that tenant is here."""
         if tenant_id not in self._used:
             self._used[tenant_id] = 0.0
-            self._looked_at = float("-inf")
+            self._has_light = self._total > 0
         self._seen[tenant_id] = self._clock()
         self._seen.move_to_end(tenant_id)
 
@@ -63,7 +65,10 @@ class RecentUse:
     def _forget(self, now: float) -> None:
         while self._seen and now - next(iter(self._seen.values())) > MEMORY:
             tenant_id, _ = self._seen.popitem(last=False)
-            self._total -= self._used.pop(tenant_id)
+            if self._is_here(tenant_id):
+                self._seen[tenant_id] = now
+            else:
+                self._total -= self._used.pop(tenant_id)
 
     def _rebase(self) -> float:
         now = self._clock()

@@ -49,6 +49,7 @@ from engine.prefill_speed import PrefillSpeed
 from engine.request import Request, RequestState
 
 _SHORTEST_STEP = 64  # tokens of prompts: below, a step is mostly the reading of the weights
+_MAX_WAIT = 3  # steps that those who are cut short get nothing in
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Scheduler:
         self.parked: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self._steps_waited = 0  # in a row: prompts that are cut short, for those that are not
 
     @property
     def num_waiting(self) -> int:
@@ -119,7 +121,7 @@ class Scheduler:
     # ------------------------------------------------------------------ one step
 
     def schedule(self) -> SchedulerOutput:
-        step = _Step(self.limits.token_budget, self._shared_tokens())
+        step = _Step(self.limits.token_budget, self._shared_tokens(), beside_others=self._steps_waited >= _MAX_WAIT)
         self._clear_for_others()
         preemptions = self.num_preemptions
         for request in self.running[:]:
@@ -133,6 +135,7 @@ class Scheduler:
         if self.num_preemptions == preemptions:  # what was just taken from a running request is not handed out anew
             self._admit_waiting(step)
         self.manager.keep_quotas()
+        self._steps_waited = self._steps_waited + 1 if step.cut_waits else 0
         return step.output()
 
     def _turn(self, request: Request) -> tuple[int, float, int]:
@@ -166,7 +169,7 @@ class Scheduler:
         self._add_to_step(request, count, step)
 
     def _add_to_step(self, request: Request, count: int, step: _Step) -> None:
-        step.add(request, count)
+        step.add(request, count, is_cut=step.shared is not None and self._is_cut(request))
         decoding = request.num_computed_tokens >= request.num_prompt_tokens
         self.queue.charge(request, count * (self.limits.output_token_weight if decoding else 1.0))
 
@@ -176,11 +179,13 @@ class Scheduler:
         if not wanted or not self.queue.recent.has_light():
             return None
         # Powers of two, so that a speed that varies cuts no prompt elsewhere.
-        tokens = max(_SHORTEST_STEP, 1 << (int(wanted).bit_length() - 1))
+        tokens = _SHORTEST_STEP if wanted < 2 * _SHORTEST_STEP else 1 << (int(wanted).bit_length() - 1)
         return tokens if tokens < self.limits.token_budget else None
 
     def _is_cut(self, request: Request) -> bool:
-        return not self.queue.recent.is_light(request.tenant_id) and not self.queue.is_only_one(request)
+        if self.queue.recent.is_light(request.tenant_id):
+            return False
+        return not self.queue.is_only_one(request) or any(p.tenant_id == request.tenant_id for p in self.parked)
 
     def _chunk(self, request: Request, step: _Step, start: int | None = None) -> int:
         """New tokens up to the next absolute multiple of the chunk size, or to the end."""
@@ -276,30 +281,40 @@ class Scheduler:
 class _Step:
     """A step being put together."""
 
-    def __init__(self, budget: int, shared: int | None) -> None:
+    def __init__(self, budget: int, shared: int | None, *, beside_others: bool) -> None:
         self.budget = budget
         self.shared = shared  # tokens of prompts for all that are cut short
-        self._num_prompt_tokens = 0
+        # Others' prompts have steps to themselves, but only `_MAX_WAIT` in a row while these wait.
+        self._beside_others = beside_others
+        self._num_prompt_tokens = self._num_cut_tokens = 0
+        self._was_refused = False
         self.counts: dict[Request, int] = {}
         self.admissions: dict[Request, Admission] = {}
 
     def holds(self, count: int, *, is_cut: bool) -> bool:
         """Whether so many tokens of a request still go into it. One alone is decoding, or as good as that."""
-        if self.shared is not None and is_cut and count > 1 and self._num_prompt_tokens + count > self.shared:
-            return False
+        if self.shared is not None and is_cut and count > 1:
+            taken = self._num_cut_tokens if self._beside_others else self._num_prompt_tokens
+            if taken + count > self.shared:
+                self._was_refused = True
+                return False
         return count <= self.budget
 
-    def add(self, request: Request, count: int) -> None:
+    @property
+    def cut_waits(self) -> bool:
+        """Whether prompts that are cut short got nothing, because of others."""
+        return self._was_refused and not self._num_cut_tokens
+
+    def add(self, request: Request, count: int, *, is_cut: bool) -> None:
         self.counts[request] = count
-        self._take(count)
+        self.budget -= count
+        if count > 1:
+            self._num_prompt_tokens += count
+            self._num_cut_tokens += count if is_cut else 0
 
     def drop(self, request: Request) -> None:
-        self._take(-self.counts.pop(request, 0))
+        self.budget += self.counts.pop(request, 0)
         self.admissions.pop(request, None)
-
-    def _take(self, count: int) -> None:
-        self.budget -= count
-        self._num_prompt_tokens += count if abs(count) > 1 else 0
 
     def output(self) -> SchedulerOutput:
         sequences = [_sequence(request, count) for request, count in self.counts.items()]

@@ -214,7 +214,7 @@ class LocalLimiter:
         full: dict[str, int] = {}  # name → ms to wait
         for window in windows:
             start, used = tenant.windows.get(window.name, (0, 0))
-            if now >= start + window.length_ms:
+            if now >= start + window.length_ms or now < start:  # the clock may have been set back
                 start, used = now, 0
             before = own.get(window.name)
             others = used if before is None or before.start != start else max(0, used - before.amount)
@@ -372,7 +372,9 @@ class Limiter:
             debt = self._debts.popleft()
             try:
                 await self._store.settle(debt.reservation, debt.requests, debt.tokens)
-            except StoreUnavailableError:
+            except StoreUnavailableError as error:
+                if error.refused:
+                    continue  # again and again: it must not hold up the others
                 self._debts.appendleft(debt)
                 self._in_debt.set()
                 return False

@@ -226,7 +226,7 @@ def _refusal(answer: object) -> StoreUnavailableError | None:
     if not isinstance(answer, Exception):
         return None
     logger.error("the store refuses a command: %s", answer)
-    return StoreUnavailableError("The store refuses a command.")
+    return StoreUnavailableError("The store refuses a command.", refused=True)
 
 
 def _settle(answer: asyncio.Future[object], result: object) -> None:

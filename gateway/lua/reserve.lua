@@ -77,7 +77,7 @@ for i = 4, #ARGV, 4 do
   local name, length, limit = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
   local amount = math.min(tonumber(ARGV[i + 3]), limit)
   local start, used = window_of(name)
-  if now >= start + length then
+  if now >= start + length or now < start then -- the clock may have been set back
     start, used = now, 0
   end
   -- Its own part is no obstacle to a request; what it holds in a window that has ended is gone with it.

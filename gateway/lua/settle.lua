@@ -1,5 +1,5 @@
 -- Puts what a request really used in the place of what `reserve.lua` set aside, and ends it. Runs once a request: a
--- second call changes nothing. What was released completely used 0, and so did a request in every window that is not
+-- second call changes no count. What was released completely used 0, and so did a request in every window that is not
 -- named here. A request that is not known has its end noted: a reservation that comes later (the network held it back,
 -- and who asked has given up on it) is refused.
 --

@@ -323,10 +323,25 @@ def test_what_is_reserved_from_an_owner_is_what_others_have_of_their_floors() ->
     put(index, "acme", [1, 2, 3, 4], 10)
     put(index, "borealis", [1], 20)
     reserved = {name: index.order.num_reserved_from(name) for name in ("acme", "borealis", "cobalt", "new")}
-    assert reserved == {"acme": 1, "borealis": 2, "cobalt": 0, "new": 4}
+    assert reserved == {"acme": 1, "borealis": 3, "cobalt": 4, "new": 4}
     index.evict(1, "new")
     index.order.set_limits("acme", 0, None)
     assert index.order.num_reserved_from("new") == 1
+
+
+def test_what_a_tenant_holds_of_its_floor_is_not_kept_free_for_it_once_more() -> None:
+    """Others had to wait beside free blocks until it had ended."""
+    harness = Harness(num_blocks=64, block_size=4, max_num_seqs=4)
+    harness.submit(range(150), 60, tenant="quiet", policy=TenantPolicy(kv_floor_tokens=160))
+    for _ in range(12):
+        harness.step()
+    assert harness.manager.index.order.owner("quiet").num_held > 30
+    other = harness.submit(range(100, 120), 2, tenant="other", scope=SCOPE_B)
+    for _ in range(5):
+        harness.step()
+    assert other in harness.finished
+    harness.run()
+    harness.check()
 
 
 def test_one_that_holds_the_device_alone_takes_the_floors_of_others_and_one_beside_them_waits() -> None:

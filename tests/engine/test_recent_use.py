@@ -24,10 +24,12 @@ def test_who_has_had_less_than_half_of_an_equal_share_is_light() -> None:
 
 
 def test_one_tenant_alone_and_equal_ones_are_not_light() -> None:
-    recent = RecentUse(Clock())
+    clock = Clock()
+    recent = RecentUse(clock)
     recent.charge("a", 600.0)
     assert not recent.has_light()
     recent.charge("b", 500.0)
+    clock.now += 1
     assert not recent.has_light()
 
 
@@ -51,6 +53,18 @@ def test_who_has_not_been_here_for_a_minute_is_forgotten() -> None:
     clock.now += 2
     assert not recent.has_light()
     assert not recent.is_light("noisy")
+
+
+def test_who_waits_for_long_is_still_here() -> None:
+    clock = Clock()
+    recent = RecentUse(clock, lambda tenant_id: tenant_id == "waits")
+    recent.charge("waits", 600.0)
+    recent.charge("little", 10.0)
+    clock.now += MEMORY + 1
+    recent.charge("little", 10.0)
+    assert recent.has_light()
+    assert recent.is_light("little")
+    assert not recent.is_light("waits")
 
 
 def test_use_fades_however_long_the_engine_runs() -> None:

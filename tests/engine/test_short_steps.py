@@ -142,6 +142,50 @@ def test_a_tenant_that_is_cut_short_is_not_starved_by_those_that_are_not() -> No
     raise AssertionError("the noisy tenant's prompts are not done")
 
 
+@pytest.mark.parametrize("num_tokens", [12, 60, 65, 300])
+def test_tenants_that_ask_once_each_do_not_starve_one_that_asks_much(num_tokens: int) -> None:
+    """There is a new one in every step, and none is cut short."""
+    load = Load()
+    load.begin(with_quiet=True)
+    noisy = [load.submit("noisy", 400) for _ in range(4)]
+    for number in range(150):
+        load.submit(f"once-{number}", num_tokens)
+        load.engine.step()
+        scheduler = load.engine.scheduler
+        if not {request.request_id for request in scheduler.running + scheduler.waiting} & set(noisy):
+            return
+    raise AssertionError("the noisy tenant's prompts are not done")
+
+
+def test_a_device_that_is_very_slow_is_served_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than one token in the time that a step should take."""
+    monkeypatch.setattr(TimedDevice, "TOKEN_SECONDS", 0.1)
+    load = Load()
+    load.begin(with_quiet=True)
+    for _ in range(3):
+        load.submit("noisy", 200)
+    load.run()
+    assert load.engine.stats().num_integrity_failures == 0
+
+
+def test_requests_that_wait_for_another_of_their_tenant_count_as_here() -> None:
+    """A burst over one document is one request that computes and many that wait for it."""
+    load = Load()
+    load.begin(with_quiet=True)
+    tokens = [7] * 600
+    for number in range(3):
+        load.engine.add_request(
+            Submit(
+                request_id=f"burst-{number}",
+                tenant_id="noisy",
+                segments=(Segment.of(SegmentKind.QUESTION, tokens, SCOPE_A),),
+                sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+                policy=TenantPolicy(),
+            )
+        )
+    assert max(totals(load.run())[:4]) == 64
+
+
 @pytest.mark.parametrize("off", ["fair_step_ms", "speed"])
 def test_nothing_is_cut_short_when_it_is_turned_off_or_the_device_is_fast(
     off: str, monkeypatch: pytest.MonkeyPatch

@@ -568,6 +568,27 @@ async def test_what_a_dead_gateway_holds_is_given_back_with_its_lease(
     await store.close()
 
 
+async def test_a_clock_that_is_set_back_closes_no_window() -> None:
+    now = 10_000_000
+    limiter = LocalLimiter(lambda: now)
+    await limiter.settle(await limiter.reserve("t", "r1", [TOKENS], 100, None), 1, 100)
+    now -= 3_600_000
+    assert used(await limiter.reserve("t", "r2", [TOKENS], 100, None)) == [100]
+
+
+async def test_a_settlement_that_the_store_refuses_holds_up_no_other(store_server: StoreServer) -> None:
+    store_server.command("FLUSHALL")
+    store = await open_store(store_server.url)
+    limiter, limits = Limiter(store), RateLimits(tokens_per_day=100)
+    odd, other = [await limiter.reserve(tenant, "r", limits, 100) for tenant in ("odd", "t")]
+    store_server.command("SET", "radixgate:limits:odd", "not a hash")
+    limiter.settle_later(odd, 1, 10)
+    limiter.settle_later(other, 1, 10)
+    assert await limiter.pay_debts()
+    assert used(await limiter.reserve("t", "r2", limits, 90)) == [100]
+    await store.close()
+
+
 async def test_as_many_tenants_are_remembered_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.rate_limits._MAX_LOCAL_TENANTS", 10)
     limiter = LocalLimiter()
