@@ -63,6 +63,7 @@ class Sizes:
     members: int = 32
     shared: int = 4096
     own: int = 256
+    min_shared_saving: int | None = None  # bytes; None: the rule's own
     num_layers: int = 32  # of the cache that blocks are moved in
     num_blocks: int = 4096
     moved_blocks: int = 1000
@@ -305,7 +306,7 @@ def bench_prefill(sizes: Sizes, device: Device, model: DeviceModel, results: Res
 def bench_shared_prefix(sizes: Sizes, device: Device, model: DeviceModel, results: Results) -> None:
     del device
     batch = PagedBatch.build(sizes, [(sizes.shared + sizes.own - 1, 1)] * sizes.members, shared=sizes.shared)
-    sharing = TritonAttention(model)
+    sharing = TritonAttention(model, min_shared_saving=sizes.min_shared_saving)
     together = batch.seconds(sharing)
     assert sharing.shares_now, "the prefix was not shared"
     apart = batch.seconds(TritonAttention(model, shares_prefixes=False))

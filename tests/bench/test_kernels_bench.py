@@ -40,8 +40,8 @@ bench.kernels.SECTIONS["broken"] = broken
 sizes = Sizes(
     model=AttentionModel(4, 2, 32, 4, 4), context=300, batches=(1, 2),
     prefills={"8k on nothing": (64, 0), "8k on 24k": (40, 80)}, members=5, shared=2560, own=20, num_layers=2,
-    num_blocks=20, moved_blocks=4, stored_tokens=50, flex_batches=(1,), copied_bytes=1 << 20, gemm_size=64,
-    dtype=torch.float32, device="cpu",
+    min_shared_saving=1, num_blocks=20, moved_blocks=4, stored_tokens=50, flex_batches=(1,), copied_bytes=1 << 20,
+    gemm_size=64, dtype=torch.float32, device="cpu",
 )
 complete = run(sizes, device, Results())
 
