@@ -43,7 +43,6 @@ def _sample() -> list[Specialisation]:
         {"kernel": "decode_wide", "num_seqs": 256},
         {"kernel": "prefill", "dtype": torch.float32, "kv_dtype": torch.float32},
         {"kernel": "prefill", "num_seqs": 256},
-        {"kernel": "prefill", "every_option": True},
         {"kernel": "shared_prefix", "block_size": 64},
         {"kernel": "reduce", "prefix": True},
         {"kernel": "store", "kv_dtype": torch.int8},

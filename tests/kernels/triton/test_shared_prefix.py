@@ -168,8 +168,11 @@ def test_what_does_not_pay_is_not_shared(interpreter: Worker) -> None:
     interpreter(interpreted.check_shared_prefix, shape, shared=False)
 
 
-@pytest.mark.parametrize("device", [SMALL_DEVICE, LARGE_DEVICE], ids=["1 SM", "16 SMs"])
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("device", "kv_dtype"),
+    [(SMALL_DEVICE, None), (LARGE_DEVICE, None), (SMALL_DEVICE, torch.int8)],
+    ids=["1 SM", "16 SMs", "1 SM, int8"],
+)
 def test_a_captured_step_shares_what_each_replay_shares(
     device: DeviceModel, kv_dtype: torch.dtype | None, interpreter: Worker
 ) -> None:
