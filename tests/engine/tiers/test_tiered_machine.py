@@ -80,7 +80,7 @@ class TieredMachine(RuleBasedStateMachine):
         public: int,
         use_cache: bool,
         pinned: bool,
-        floor_and_quota: tuple[int, int | None],
+        floor_and_quota: tuple[int, int | None] = (0, None),
     ) -> None:
         prompt = [*range(100, 100 + head), *tail]
         name = self.harness.submit(
