@@ -171,10 +171,7 @@ class StoreClient:
         return (await self.fetch(script.command(keys, arguments)))[0]
 
     async def _pipeline(self, client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[object]:
-        try:
-            answers = await _execute(client, commands)
-        finally:
-            _keep_cancelled()
+        answers = await _execute(client, commands)
         # Nothing was run for these: sending them again, with their text, runs them once.
         unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
         if unknown:
@@ -189,10 +186,13 @@ class StoreClient:
 
 async def _execute(client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[object]:
     # The client's annotations leave its commands' types open: this function is the one place that has to know.
-    async with client.pipeline(transaction=False) as pipeline:
-        for command in commands:
-            pipeline.execute_command(*command)  # pyright: ignore[reportUnknownMemberType]
-        answers = cast("list[object]", await pipeline.execute(raise_on_error=False))
+    try:
+        async with client.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)  # pyright: ignore[reportUnknownMemberType]
+            answers = cast("list[object]", await pipeline.execute(raise_on_error=False))
+    finally:
+        _keep_cancelled()
     for answer in answers:
         if isinstance(answer, RedisError) and not isinstance(answer, ResponseError):
             raise answer

@@ -151,12 +151,6 @@ def run_gateway_thread(
         if thread.is_alive():
             loop.call_soon_threadsafe(server.begin_shutdown)
         thread.join(20)
-        if thread.is_alive():
-            # Seen once in some hundred starts on a busy machine, and not understood: say what still runs, and end it.
-            for task in asyncio.all_tasks(loop):
-                task.print_stack()
-                loop.call_soon_threadsafe(task.cancel)
-            thread.join(20)
         loop.close()
         listener.close()
         http.close()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -150,6 +151,25 @@ async def test_a_script_that_the_store_has_forgotten_is_sent_again(store_server:
         assert await store.ask(script, [], ["x"]) == b"x"
         store_server.command("SCRIPT", "FLUSH")
     await store.close()
+
+
+async def test_a_task_that_is_cancelled_while_it_asks_the_store_ends_at_every_moment(store_server: StoreServer) -> None:
+    """The client's library takes a cancellation for a lost connection, or for nothing. A background task then went on
+    for ever, and a gateway whose first script was just being sent again did not end."""
+    swallowed: list[int] = []
+    for number in range(480):
+        store = StoreClient(store_server.url, timeout=10)
+        text = f"return {number}"  # not known to the store: sent twice
+        asking = asyncio.create_task(store.run(Script("new", text, hashlib.sha1(text.encode()).hexdigest()), [], []))
+        for _ in range(number % 40):
+            await asyncio.sleep(0)
+        was_running = asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking
+            if was_running:
+                swallowed.append(number % 40)
+        await store.close()
+    assert not swallowed
 
 
 @pytest.fixture
