@@ -70,15 +70,15 @@ def allocate_kv_cache(layout: KVCacheLayout, num_blocks: int, device: torch.devi
 
 
 def num_blocks_on_cpu(layout: KVCacheLayout, settings: EngineSettings) -> int:
-    return _num_blocks_set(layout, settings)
+    return _num_blocks_in(settings.kv_bytes_on_cpu, layout)
 
 
-def _num_blocks_set(layout: KVCacheLayout, settings: EngineSettings) -> int:
-    num_blocks = settings.kv_cache_memory // layout.bytes_per_block
+def _num_blocks_in(kv_cache_memory: int, layout: KVCacheLayout) -> int:
+    num_blocks = kv_cache_memory // layout.bytes_per_block
     if num_blocks < MIN_BLOCKS:
         needed = MIN_BLOCKS * layout.bytes_per_block
         raise ConfigError(
-            f"engine.kv_cache_memory = {settings.kv_cache_memory} holds {num_blocks} KV blocks of "
+            f"engine.kv_cache_memory = {kv_cache_memory} holds {num_blocks} KV blocks of "
             f"{layout.bytes_per_block} bytes; at least {MIN_BLOCKS} are needed: set it to {needed} or more, "
             f"or make engine.block_size ({layout.block_size}) smaller",
             param="engine.kv_cache_memory",
@@ -98,7 +98,8 @@ def num_blocks_on_gpu(layout: KVCacheLayout, settings: EngineSettings, memory: D
             "bytes: raise it, make engine.max_num_batched_tokens smaller, or take a smaller model",
             param="engine.gpu_memory_utilization",
         )
-    return num_blocks if settings.gpu_kv_limit is None else min(num_blocks, _num_blocks_set(layout, settings))
+    limit = settings.kv_cache_memory  # on each GPU, of several
+    return min(num_blocks, _num_blocks_in(limit, layout)) if limit else num_blocks
 
 
 def fit_max_model_len(settings: EngineSettings, model_limit: int, num_blocks: int) -> int:

@@ -39,7 +39,7 @@ Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Weight = Annotated[float, Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 
-DEFAULT_KV_CACHE_MEMORY = 1 << 30
+_KV_BYTES_ON_CPU = 1 << 30
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""  # "": ipc:// in the data directory
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     block_size: Positive = 16  # token slots in a block
-    kv_cache_memory: Bytes = DEFAULT_KV_CACHE_MEMORY  # bytes of KV on CPU, see `gpu_kv_limit`; TOML may say "1GiB"
+    kv_cache_memory: Size = (
+        0  # bytes of KV; 0: 1 GiB on CPU, on a GPU all that the next one leaves. TOML may say "1GiB"
+    )
     kv_cache_dtype: Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"] = "auto"  # auto: the model's own
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the device, for weights + activations + KV
     enforce_eager: bool = False  # on a GPU: decode without captured graphs
@@ -85,12 +87,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: Positive = 1  # processes, each with a device and a share of every layer
 
     @property
-    def gpu_kv_limit(self) -> int | None:
-        """Bytes of KV on a GPU (on each, of several); None: as many as `gpu_memory_utilization` leaves.
-
-        The default is meant for a CPU. Processes hand each other all settings: that one was written out is not known.
-        """
-        return None if self.kv_cache_memory == DEFAULT_KV_CACHE_MEMORY else self.kv_cache_memory
+    def kv_bytes_on_cpu(self) -> int:
+        return self.kv_cache_memory or _KV_BYTES_ON_CPU
 
 
 class TierSettings(msgspec.Struct, frozen=True, kw_only=True):

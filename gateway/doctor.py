@@ -153,7 +153,7 @@ def check_memory(settings: Settings) -> Check:
     available = _available_memory()
     if available is None:
         return Check("memory", "warn", "cannot be read on this system", "see that engine.kv_cache_memory fits")
-    wanted = settings.engine.kv_cache_memory + MODEL_ALLOWANCE
+    wanted = settings.engine.kv_bytes_on_cpu + MODEL_ALLOWANCE
     detail = f"{available / GIB:.1f} GiB available, about {wanted / GIB:.1f} GiB wanted on CPU"
     if available < wanted:
         return Check("memory", "warn", detail, "lower engine.kv_cache_memory")

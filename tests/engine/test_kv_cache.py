@@ -38,11 +38,13 @@ def test_gpu_blocks_are_what_the_largest_batch_leaves() -> None:
 
 
 def test_a_limit_that_was_set_holds_on_a_gpu_too() -> None:
-    """It was ignored there; the default, which is meant for a CPU, is no limit."""
+    """It was ignored there, and then only where it differed from what a CPU takes by itself."""
     memory = DeviceMemory(total=100 << 30, used_by_others=0, peak=10 << 30)
     left = 80 << 30
     assert num_blocks_on_gpu(LAYOUT, EngineSettings(), memory) == left // BLOCK_BYTES
     assert num_blocks_on_gpu(LAYOUT, EngineSettings(kv_cache_memory=20 * BLOCK_BYTES), memory) == 20
+    assert num_blocks_on_gpu(LAYOUT, EngineSettings(kv_cache_memory=1 << 30), memory) == (1 << 30) // BLOCK_BYTES
+    assert num_blocks_on_cpu(LAYOUT, EngineSettings()) == (1 << 30) // BLOCK_BYTES
     assert num_blocks_on_gpu(LAYOUT, EngineSettings(kv_cache_memory=90 << 30), memory) == left // BLOCK_BYTES
     with pytest.raises(ConfigError, match=r"engine\.kv_cache_memory = 7 holds 0 KV blocks"):
         num_blocks_on_gpu(LAYOUT, EngineSettings(kv_cache_memory=7), memory)
