@@ -92,6 +92,8 @@ class FairQueue:
         """Was started and runs no longer."""
         share = self._shares[request.tenant_id]
         share.num_running -= 1
+        if not request.when_idle:
+            self.recent.see(request.tenant_id)
         self._leave(share)
 
     def _leave(self, share: TenantShare) -> None:

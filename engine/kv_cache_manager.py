@@ -554,18 +554,17 @@ class KVCacheManager:
         request.block_table += self.pool.allocate(needed)
         return True
 
-    def _num_available(self, request: Request) -> int:
+    def _num_available(self, request: Request, *, over_floors: bool = False) -> int:
         """Blocks that nobody holds, without the floors of others as long as anybody else holds some."""
         available = self.pool.num_free + self.pool.num_cached
-        if self.pool.num_active <= len(request.block_table):
+        if over_floors or self.pool.num_active <= len(request.block_table):
             return available
         return available - self.index.order.num_reserved_from(request.tenant_id)
 
     def _make_room(self, count: int, request: Request, *, over_floors: bool = False) -> bool:
-        missing = count - self.pool.num_free
-        available = self.pool.num_free + self.pool.num_cached if over_floors else self._num_available(request)
-        if count > available:
+        if count > self._num_available(request, over_floors=over_floors):
             return False
+        missing = count - self.pool.num_free
         if missing > 0:
             self.pool.evict(self.index.evict(missing, request.tenant_id, self._demotion))
         return True

@@ -33,7 +33,7 @@ class RecentUse:
         self._looked_at = float("-inf")
 
     def see(self, tenant_id: str) -> None:
-        """A request of that tenant is here."""
+        """A request of that tenant has come, or has gone."""
         if tenant_id not in self._used:
             self._used[tenant_id] = 0.0
             self._has_light = self._total > 0
@@ -41,8 +41,7 @@ class RecentUse:
         self._seen.move_to_end(tenant_id)
 
     def charge(self, tenant_id: str, tokens: float) -> None:
-        """So many weighed tokens were spent on a tenant that has been seen."""
-        self.see(tenant_id)
+        """So many weighed tokens were spent on a tenant whose request is here."""
         exponent = (self._clock() - self._epoch) / HALF_LIFE
         if exponent > _MAX_EXPONENT:
             exponent = self._rebase()

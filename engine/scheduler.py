@@ -153,8 +153,9 @@ class Scheduler:
     def _schedule_running(self, request: Request, step: _Step) -> None:
         if request.state is not RequestState.RUNNING:
             return  # preempted for a request of this very step
-        count = self._chunk(request, step)
-        if not step.holds(count, is_cut=self._is_cut(request)):
+        is_cut = self._is_cut(request, step)
+        count = self._chunk(request, step, is_cut)
+        if not step.holds(count, is_cut=is_cut):
             return
         while not self.manager.allocate_slots(request, count):
             victim = self._victim()
@@ -166,10 +167,10 @@ class Scheduler:
             self._preempt(victim, step)
             if victim is request:
                 return
-        self._add_to_step(request, count, step)
+        self._add_to_step(request, count, step, is_cut)
 
-    def _add_to_step(self, request: Request, count: int, step: _Step) -> None:
-        step.add(request, count, is_cut=step.shared is not None and self._is_cut(request))
+    def _add_to_step(self, request: Request, count: int, step: _Step, is_cut: bool) -> None:
+        step.add(request, count, is_cut=is_cut)
         decoding = request.num_computed_tokens >= request.num_prompt_tokens
         self.queue.charge(request, count * (self.limits.output_token_weight if decoding else 1.0))
 
@@ -182,16 +183,17 @@ class Scheduler:
         tokens = _SHORTEST_STEP if wanted < 2 * _SHORTEST_STEP else 1 << (int(wanted).bit_length() - 1)
         return tokens if tokens < self.limits.token_budget else None
 
-    def _is_cut(self, request: Request) -> bool:
-        if self.queue.recent.is_light(request.tenant_id):
+    def _is_cut(self, request: Request, step: _Step) -> bool:
+        """Whether its prompt gets a part of a short step only."""
+        if step.shared is None or self.queue.recent.is_light(request.tenant_id):
             return False
         return not self.queue.is_only_one(request) or any(p.tenant_id == request.tenant_id for p in self.parked)
 
-    def _chunk(self, request: Request, step: _Step, start: int | None = None) -> int:
+    def _chunk(self, request: Request, step: _Step, is_cut: bool, start: int | None = None) -> int:
         """New tokens up to the next absolute multiple of the chunk size, or to the end."""
         start = request.num_computed_tokens if start is None else start
         chunk = self.limits.prefill_chunk_size
-        if step.shared is not None and self._is_cut(request):
+        if is_cut and step.shared is not None:
             chunk = min(chunk, step.shared)
         return min(request.num_tokens + request.num_pending_tokens, (start // chunk + 1) * chunk) - start
 
@@ -257,17 +259,18 @@ class Scheduler:
             return True
         if not self.manager.can_admit(request, prefix, reserve=len(self.running)):
             return False
-        is_cut = self._is_cut(request)
-        if not step.holds(self._chunk(request, step, self.manager.num_ready_tokens(request, prefix)), is_cut=is_cut):
+        is_cut = self._is_cut(request, step)
+        start = self.manager.num_ready_tokens(request, prefix)
+        if not step.holds(self._chunk(request, step, is_cut, start), is_cut=is_cut):
             return False
         admission = self.manager.admit(request, prefix)
-        count = self._chunk(request, step)
+        count = self._chunk(request, step, is_cut)
         if not step.holds(count, is_cut=is_cut) or not self.manager.allocate_slots(request, count):
             self.manager.back_out(request)  # a copy that found no room made the chunk longer
             return False
         self._start(request)
         step.admissions[request] = admission
-        self._add_to_step(request, count, step)
+        self._add_to_step(request, count, step, is_cut)
         return True
 
     def _start(self, request: Request) -> None:

@@ -285,15 +285,14 @@ class Limiter:
         try:
             reservation = await self._store.reserve(*arguments)
         except asyncio.CancelledError:
-            # It may be on its way: what it has reserved when it arrives is given back.
-            self._owe(_Debt(Reservation(tenant_id, request_id, [], self._store), 0, 0))
+            self._give_back(tenant_id, request_id)
             raise
         except StoreUnavailableError as error:
             try:
                 reservation = await self._local.reserve(*arguments)
             except RateLimitError:
                 if error.asked:
-                    self._owe(_Debt(Reservation(tenant_id, request_id, [], self._store), 0, 0))
+                    self._give_back(tenant_id, request_id)
                 raise
             reservation.unanswered = error.asked
         self._active[request_id] = reservation
@@ -343,6 +342,10 @@ class Limiter:
             held = [replace(part) for part in reservation.held]
             self._owe(_Debt(replace(reservation, held=held, backend=self._store), requests, tokens))
         return True
+
+    def _give_back(self, tenant_id: str, request_id: str) -> None:
+        """What the store has reserved, or will, when the question that nobody waits for arrives."""
+        self._owe(_Debt(Reservation(tenant_id, request_id, [], self._store), 0, 0))
 
     def _close(self, reservation: Reservation) -> None:
         reservation.settled = True

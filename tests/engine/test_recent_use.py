@@ -7,6 +7,14 @@ import pytest
 from engine.recent_use import HALF_LIFE, MEMORY, RecentUse
 
 
+class Recent(RecentUse):
+    """A request comes and is computed at once."""
+
+    def charge(self, tenant_id: str, tokens: float) -> None:
+        self.see(tenant_id)
+        super().charge(tenant_id, tokens)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
@@ -16,7 +24,7 @@ class Clock:
 
 
 def test_who_has_had_less_than_half_of_an_equal_share_is_light() -> None:
-    recent = RecentUse(Clock())
+    recent = Recent(Clock())
     for tenant, tokens in (("a", 600.0), ("b", 100.0), ("c", 500.0)):
         recent.charge(tenant, tokens)
     assert [recent.is_light(tenant) for tenant in "abc"] == [False, True, False]
@@ -25,7 +33,7 @@ def test_who_has_had_less_than_half_of_an_equal_share_is_light() -> None:
 
 def test_one_tenant_alone_and_equal_ones_are_not_light() -> None:
     clock = Clock()
-    recent = RecentUse(clock)
+    recent = Recent(clock)
     recent.charge("a", 600.0)
     assert not recent.has_light()
     recent.charge("b", 500.0)
@@ -34,7 +42,7 @@ def test_one_tenant_alone_and_equal_ones_are_not_light() -> None:
 
 
 def test_a_tenant_is_light_from_its_first_request_on() -> None:
-    recent = RecentUse(Clock())
+    recent = Recent(Clock())
     recent.charge("a", 600.0)
     assert not recent.has_light()
     recent.see("new")
@@ -44,7 +52,7 @@ def test_a_tenant_is_light_from_its_first_request_on() -> None:
 
 def test_who_has_not_been_here_for_a_minute_is_forgotten() -> None:
     clock = Clock()
-    recent = RecentUse(clock)
+    recent = Recent(clock)
     recent.see("quiet")
     recent.charge("noisy", 600.0)
     clock.now += MEMORY - 1
@@ -57,7 +65,7 @@ def test_who_has_not_been_here_for_a_minute_is_forgotten() -> None:
 
 def test_who_waits_for_long_is_still_here() -> None:
     clock = Clock()
-    recent = RecentUse(clock, lambda tenant_id: tenant_id == "waits")
+    recent = Recent(clock, lambda tenant_id: tenant_id == "waits")
     recent.charge("waits", 600.0)
     recent.charge("little", 10.0)
     clock.now += MEMORY + 1
@@ -69,7 +77,7 @@ def test_who_waits_for_long_is_still_here() -> None:
 
 def test_use_fades_however_long_the_engine_runs() -> None:
     clock = Clock()
-    recent = RecentUse(clock)
+    recent = Recent(clock)
     recent.charge("was busy", 1000.0)
     recent.charge("is busy", 10.0)
     for _ in range(2000):  # more doublings than a float holds
@@ -86,7 +94,7 @@ def test_use_fades_however_long_the_engine_runs() -> None:
 @pytest.mark.parametrize("seconds", [0.0, 10.0])
 def test_an_answer_about_all_holds_for_a_moment_only(seconds: float) -> None:
     clock = Clock()
-    recent = RecentUse(clock)
+    recent = Recent(clock)
     recent.charge("a", 100.0)
     recent.see("b")
     assert recent.has_light()
