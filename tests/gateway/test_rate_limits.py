@@ -54,6 +54,18 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
         await store.close()
 
 
+@pytest.fixture
+async def impatient_store(store_server: StoreServer) -> AsyncIterator[StoreClient]:
+    """To an empty store that may be frozen."""
+    store_server.command("FLUSHALL")
+    store = StoreClient(store_server.url, timeout=0.05)
+    await store.probe(("PING",))
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
 def used(reservation: Reservation) -> list[int]:
     return [held.standing.used for held in reservation.held]
 
@@ -383,32 +395,31 @@ async def test_a_changed_amount_is_the_same_request(empty_store_url: str, with_s
 
 async def test_an_amount_that_cannot_be_changed_for_lack_of_a_store_is_settled_all_the_same(
     store_server: StoreServer,
+    impatient_store: StoreClient,
 ) -> None:
-    store_server.command("FLUSHALL")
-    store = StoreClient(store_server.url, timeout=0.05)
-    await store.probe(("PING",))
-    limiter, limits = Limiter(store), RateLimits(tokens_per_day=100)
+    limiter, limits = Limiter(impatient_store), RateLimits(tokens_per_day=100)
     reservation = await limiter.reserve("t", "r1", limits, 10)
     store_server.freeze()
     try:
         with pytest.raises(StoreUnavailableError):
-            await store.probe(("PING",))
+            await impatient_store.probe(("PING",))
         await limiter.change(reservation, 90)
         await limiter.settle(reservation, 1, 60)
     finally:
         store_server.thaw()
-    await store.probe(("PING",))
+    await impatient_store.probe(("PING",))
     assert await limiter.pay_debts()
     assert used(await limiter.reserve("t", "r2", limits, 40)) == [100]
-    await store.close()
 
 
-async def test_a_reservation_whose_answer_is_lost_is_settled_as_what_was_used(store_server: StoreServer) -> None:
+async def test_a_reservation_whose_answer_is_lost_is_settled_as_what_was_used(
+    store_server: StoreServer, impatient_store: StoreClient
+) -> None:
     """The store carries out what was under way when it stopped, long after the gateway has given up on it."""
-    store_server.command("FLUSHALL")
-    store = StoreClient(store_server.url, timeout=0.05)
-    await store.probe(("PING",))
-    limiter, limits = Limiter(store), RateLimits(requests_per_minute=5, tokens_per_day=100, concurrent_requests=1)
+    limiter, limits = (
+        Limiter(impatient_store),
+        RateLimits(requests_per_minute=5, tokens_per_day=100, concurrent_requests=1),
+    )
     await limiter.settle(await limiter.reserve("t", "r1", limits, 10), 1, 10)
     store_server.freeze()
     try:
@@ -416,30 +427,27 @@ async def test_a_reservation_whose_answer_is_lost_is_settled_as_what_was_used(st
         assert used(lost) == [1, 90]  # of this gateway's own limits
     finally:
         store_server.thaw()
-    await store.probe(("PING",))
+    await impatient_store.probe(("PING",))
     assert held_in(store_server) == {"lost"}
     await limiter.settle(lost, 1, 50)
     assert await limiter.pay_debts()
     assert held_in(store_server) == set()
     assert used(await limiter.reserve("t", "r2", limits, 30)) == [3, 90]
-    await store.close()
 
 
-async def test_a_changed_amount_whose_answer_is_lost_is_settled_as_what_it_became(store_server: StoreServer) -> None:
-    store_server.command("FLUSHALL")
-    store = StoreClient(store_server.url, timeout=0.05)
-    await store.probe(("PING",))
-    limiter, limits = Limiter(store), RateLimits(tokens_per_minute=100, tokens_per_day=100)
+async def test_a_changed_amount_whose_answer_is_lost_is_settled_as_what_it_became(
+    store_server: StoreServer, impatient_store: StoreClient
+) -> None:
+    limiter, limits = Limiter(impatient_store), RateLimits(tokens_per_minute=100, tokens_per_day=100)
     reservation = await limiter.reserve("t", "r1", limits, 10)
     store_server.freeze()
     try:
         await limiter.change(reservation, 90)
     finally:
         store_server.thaw()
-    await store.probe(("PING",))
+    await impatient_store.probe(("PING",))
     await limiter.settle(reservation, 1, 60)
     assert used(reservation) == [60, 60]
-    await store.close()
 
 
 async def test_a_client_that_leaves_while_it_is_admitted_leaves_no_charge(empty_store_url: str) -> None:
@@ -529,12 +537,11 @@ async def test_a_reservation_that_arrives_after_its_settlement_charges_nobody(
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["asked in the outage", "settled in the outage"])
-async def test_an_outage_holds_up_no_request_that_ends_in_it(store_server: StoreServer, asked: bool) -> None:
+async def test_an_outage_holds_up_no_request_that_ends_in_it(
+    store_server: StoreServer, impatient_store: StoreClient, asked: bool
+) -> None:
     """What the store has to be told waits for the store; what is counted here must not wait behind it."""
-    store_server.command("FLUSHALL")
-    store = StoreClient(store_server.url, timeout=0.05)
-    await store.probe(("PING",))
-    limiter, limits = Limiter(store), RateLimits(concurrent_requests=1, tokens_per_day=100)
+    limiter, limits = Limiter(impatient_store), RateLimits(concurrent_requests=1, tokens_per_day=100)
     before = None if asked else await limiter.reserve("t", "before", limits, 10)
     store_server.freeze()
     running = asyncio.create_task(limiter.run())
@@ -549,7 +556,6 @@ async def test_an_outage_holds_up_no_request_that_ends_in_it(store_server: Store
         store_server.thaw()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    await store.close()
 
 
 async def test_what_a_dead_gateway_holds_is_given_back_with_its_lease(
@@ -604,22 +610,20 @@ async def test_as_many_tenants_are_remembered_as_is_said(monkeypatch: pytest.Mon
         await limiter.reserve("running", "another", [DAY], 1, None)
 
 
-async def test_what_could_not_be_settled_is_settled_when_the_store_is_back(store_server: StoreServer) -> None:
+async def test_what_could_not_be_settled_is_settled_when_the_store_is_back(
+    store_server: StoreServer, impatient_store: StoreClient
+) -> None:
     """A settlement that is lost leaves max_tokens charged, and the request running, for ever."""
-    store_server.command("FLUSHALL")
-    store = StoreClient(store_server.url, timeout=0.05)
-    await store.probe(("PING",))
-    limiter, limits = Limiter(store), RateLimits(tokens_per_day=100, concurrent_requests=1)
+    limiter, limits = Limiter(impatient_store), RateLimits(tokens_per_day=100, concurrent_requests=1)
     reservation = await limiter.reserve("t", "r1", limits, 100)
     store_server.freeze()
     try:
         await limiter.settle(reservation, 1, 30)
     finally:
         store_server.thaw()
-    await store.probe(("PING",))
+    await impatient_store.probe(("PING",))
     assert await limiter.pay_debts()
     assert used(await limiter.reserve("t", "r2", limits, 70)) == [100]
-    await store.close()
 
 
 async def test_a_lease_of_a_dead_gateway_ends_and_a_renewed_one_does_not(
