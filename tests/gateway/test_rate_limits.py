@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import suppress
-from pathlib import Path
+from contextlib import closing, suppress
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -28,6 +27,7 @@ from gateway.rate_limits import (
 from gateway.store_client import StoreClient
 from gateway.tenant_records import RateLimits
 from tests.gateway.store_server import StoreServer
+from tests.store_proxy import StoreProxy
 
 T = TypeVar("T")
 
@@ -472,54 +472,11 @@ def held_in(store_server: StoreServer) -> set[str]:
     return {name.decode().removeprefix("held:") for name in names if name.startswith(b"held:")}
 
 
-class SlowNetwork:
-    """Between a client and the store: while `holds` is set, what the client sends arrives only at `deliver`."""
-
-    def __init__(self, store_path: str, path: Path) -> None:
-        self.holds = False
-        self._store_path, self._path = store_path, path
-        self._held: list[tuple[asyncio.StreamWriter, bytes]] = []
-        self._writers: list[asyncio.StreamWriter] = []
-
-    async def __aenter__(self) -> SlowNetwork:
-        self._server = await asyncio.start_unix_server(self._connect, str(self._path))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for writer in self._writers:
-            writer.close()
-        for writer in self._writers:
-            with suppress(ConnectionError):
-                await writer.wait_closed()
-        await asyncio.sleep(0.05)  # the copies end
-
-    def deliver(self) -> None:
-        for writer, data in self._held:
-            writer.write(data)
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        store_reader, store_writer = await asyncio.open_unix_connection(self._store_path)
-        self._writers += (writer, store_writer)
-        await asyncio.gather(self._copy(reader, store_writer), self._copy(store_reader, writer))
-
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError):
-            while data := await reader.read(65536):
-                if self.holds:
-                    self._held.append((writer, data))
-                else:
-                    writer.write(data)
-
-
-async def test_a_reservation_that_arrives_after_its_settlement_charges_nobody(
-    store_server: StoreServer, tmp_path: Path
-) -> None:
+async def test_a_reservation_that_arrives_after_its_settlement_charges_nobody(store_server: StoreServer) -> None:
     """What the network held back may come on its old connection when everything else is long over."""
     store_server.command("FLUSHALL")
-    path = tmp_path / "store.sock"
-    async with SlowNetwork(store_server.url.removeprefix("unix://"), path) as network:
-        store = StoreClient(f"unix://{path}", timeout=0.2)
+    with closing(StoreProxy(store_server.url)) as network:
+        store = StoreClient(network.url, timeout=0.2)
         await store.probe(("PING",))
         limiter, limits = Limiter(store), RateLimits(concurrent_requests=1, tokens_per_day=100)
         await limiter.settle(await limiter.reserve("t", "r0", limits, 0), 1, 0)

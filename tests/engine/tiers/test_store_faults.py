@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.engine.tiers.store_process import StoreProcess
-from tests.engine.tiers.store_proxy import StoreProxy
 from tests.engine.tiers.test_restart import PROMPT, ask, big
 from tests.engine.tiers.tiered_harness import TieredEngine, TieredOptions
+from tests.store_proxy import StoreProxy
 
 pytestmark = pytest.mark.redis
 

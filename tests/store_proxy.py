@@ -11,10 +11,15 @@ from pathlib import Path
 
 
 class StoreProxy:
-    """Listens at `url`; every answer waits for `delay` seconds. `retarget` is a failover: connections break."""
+    """Listens at `url`; every answer waits for `delay` seconds. `retarget` is a failover: connections break.
+
+    What is asked while `holds` is set arrives only at `deliver`, whatever has become of who asked.
+    """
 
     def __init__(self, target_url: str) -> None:
         self.delay = 0.0
+        self.holds = False
+        self.delivered = threading.Event()
         self._target = target_url.removeprefix("unix://")
         self._directory = tempfile.TemporaryDirectory(prefix="rg-proxy-")  # a socket's path must be short
         path = str(Path(self._directory.name) / "s")
@@ -30,6 +35,9 @@ class StoreProxy:
         self._target = target_url.removeprefix("unix://")
         self._drop()
 
+    def deliver(self) -> None:
+        self.delivered.set()
+
     def _drop(self) -> None:
         pairs, self._pairs = self._pairs, []
         for pair in pairs:
@@ -42,6 +50,7 @@ class StoreProxy:
                 self._pairs.append(_Pair(self, client, self._target))
 
     def close(self) -> None:
+        self.deliver()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._acceptor.join()
         self._listener.close()
@@ -70,6 +79,8 @@ class _Pair:
             while data := source.recv(1 << 16):
                 if is_answer:
                     time.sleep(self._proxy.delay)
+                elif self._proxy.holds:
+                    self._proxy.delivered.wait()
                 sink.sendall(data)
         self._shut()
 
